@@ -1,0 +1,1 @@
+"""Adapters: one module or folder per foreign system, each importing only its own."""

@@ -1,0 +1,1 @@
+"""The main job, end to end: train a small MoE, publish every step, check every byte."""
