@@ -42,7 +42,7 @@ lint: $(DEV_READY) ## ruff check and format, codespell
 	$(PY) -m codespell_lib
 
 types: $(DEV_READY) ## pyright on the core
-	$(PY) -m pyright
+	$(PY) -m pyright --pythonpath $(firstword $(filter %/bin/python,$(PY)) $(PYTHON))
 
 layers: $(DEV_READY) ## imports go down only
 	$(PY) -c 'import sys; from importlinter.cli import lint_imports_command; sys.exit(lint_imports_command())' --no-cache

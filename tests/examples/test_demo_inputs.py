@@ -1,0 +1,120 @@
+"""What the demo starts from: settings, text, and a checkpoint that Hugging Face's own code loads."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from weftpub.errors import ConfigError
+from weftpub_demo.checkpoint import hf_config, read_shape, tensor_shapes, write_checkpoint
+from weftpub_demo.config import DemoConfig, ModelShape, shipped_text
+from weftpub_demo.corpus import ByteCorpus
+
+SMALL = ModelShape(hidden=128, expert_intermediate=128, heads=2, kv_heads=2, head_dim=64)
+
+
+def test_the_checkpoint_is_a_qwen3_moe_for_transformers(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    write_checkpoint(tmp_path, SMALL, seed=1)
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, output_loading_info=True)
+    assert type(model).__name__ == "Qwen3MoeForCausalLM"
+    assert {key: value for key, value in info.items() if value} == {}
+    logits = model(torch.arange(12)[None]).logits
+    assert logits.shape == (1, 12, 256)
+    assert torch.isfinite(logits).all()
+
+
+def test_one_seed_gives_one_checkpoint(tmp_path: Path) -> None:
+    written = [
+        (write_checkpoint(tmp_path / name, SMALL, seed=seed) / "model.safetensors").read_bytes()
+        for name, seed in (("a", 1), ("b", 1), ("c", 2))
+    ]
+    assert written[0] == written[1]
+    assert written[0] != written[2]
+
+
+def test_every_tensor_of_the_shape_is_written_in_bf16(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, SMALL, seed=1)
+    written = load_file(tmp_path / "model.safetensors")
+    assert {name: tuple(tensor.shape) for name, tensor in written.items()} == dict(tensor_shapes(SMALL))
+    assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
+
+
+def test_a_shape_is_read_back_from_its_checkpoint(tmp_path: Path) -> None:
+    assert read_shape(write_checkpoint(tmp_path, SMALL, seed=1)) == SMALL
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "llama"}, "model_type is 'llama'"),
+        ({"mlp_only_layers": [0]}, "dense"),
+        ({"decoder_sparse_step": 2}, "dense"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantized already"),
+        ({"num_experts": 4}, "8 or more experts"),
+        ({"num_hidden_layers": 1}, "2 or more layers"),
+        ({"moe_intermediate_size": 192}, "expert_intermediate is 192"),
+        ({"hidden_size": 200}, "hidden is 200"),
+        ({"vocab_size": 100}, "vocab_size is 100"),
+    ],
+)
+def test_a_model_that_the_demo_cannot_run_is_refused(tmp_path: Path, change: dict, message: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(SMALL) | change))
+    with pytest.raises(ConfigError, match=message):
+        read_shape(tmp_path)
+
+
+def test_a_config_without_experts_is_refused(tmp_path: Path) -> None:
+    config = hf_config(SMALL)
+    del config["num_experts"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="num_experts"):
+        read_shape(tmp_path)
+
+
+def test_labels_are_the_next_bytes() -> None:
+    text = bytes(range(200))
+    tokens, labels = ByteCorpus(text, batch=3, sequence=16, seed=0).next()
+    assert tokens.shape == labels.shape == (3, 16)
+    assert torch.equal(labels, tokens + 1)
+
+
+def test_a_text_of_one_window_is_enough_and_a_shorter_one_is_refused() -> None:
+    tokens, labels = ByteCorpus(b"x" * 16 + b"y", batch=1, sequence=16, seed=0).next()
+    assert (tokens[0, 0].item(), labels[0, -1].item()) == (ord("x"), ord("y"))
+    with pytest.raises(ConfigError, match="16 bytes; one window needs 17"):
+        ByteCorpus(b"x" * 16, batch=1, sequence=16, seed=0)
+
+
+def test_the_seed_decides_the_windows() -> None:
+    def draw(seed: int) -> list[int]:
+        return ByteCorpus(shipped_text(), batch=2, sequence=32, seed=seed).next()[0].flatten().tolist()
+
+    assert draw(3) == draw(3)
+    assert draw(3) != draw(4)
+
+
+def test_the_shipped_text_is_plain_prose_of_a_useful_size() -> None:
+    text = shipped_text()
+    assert 20_000 < len(text) < 40_000
+    assert text.isascii()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": 4}, "--steps is 4"),
+        ({"text": Path("no-such-file")}, "--text no-such-file is not a file"),
+        ({"model": Path("no-such-directory")}, "no config.json"),
+        ({"limit_s": 0.0}, "positive deadline"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(tmp_path: Path, change: dict, message: str) -> None:
+    config = DemoConfig(out=tmp_path)
+    config.check()
+    with pytest.raises(ConfigError, match=message):
+        replace(config, **change).check()
