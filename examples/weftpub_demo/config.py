@@ -76,6 +76,7 @@ class DemoConfig:
     preset: str = "te_fp32"
     device: Device = Device.AUTO
     steps: int = 8
+    lr: float | None = None
     seed: int = 0
     batch: int = 2
     sequence: int = 128
