@@ -1,6 +1,7 @@
 """The driver's remote control of a child process: answers, refusals, deaths and deadlines."""
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -23,6 +24,27 @@ for line in sys.stdin:
     if do == "chatter": print("hello", flush=True)
     if do == "die": print("out of memory", file=sys.stderr, flush=True); os._exit(7)
     if do == "sleep": time.sleep(ask["seconds"]); print(json.dumps({"id": ask["id"], "ok": True}), flush=True)
+"""
+RECEIVER = """
+from weftpub_demo.control import Control
+
+def chatty(request):
+    print("a library prints to standard output")
+    return {"double": 2 * request["number"]}
+
+def failing(request):
+    raise KeyError("layer 9")
+
+Control().serve({"chatty": chatty, "failing": failing})
+"""
+BUSY = "from weftpub_demo.control import Control; Control(); import time; time.sleep(600)"
+DRIVER = f"""
+import os, sys, time
+from pathlib import Path
+from weftpub_demo.peer import ReceiverProcess
+child = ReceiverProcess("receiver 0", [sys.executable, "-c", {BUSY!r}], log=Path(sys.argv[1]), environment=os.environ)
+print(child.pid, flush=True)
+time.sleep(600)
 """
 STUBBORN = "import time\nwhile True: time.sleep(60)"
 
@@ -92,3 +114,34 @@ def test_a_child_that_will_not_leave_is_ended(tmp_path: Path) -> None:
         peer.close(grace_s=0.1)
         assert peer.died()
         assert not psutil.pid_exists(peer.pid)
+
+
+def test_what_libraries_print_is_no_answer_and_goes_to_the_log(tmp_path: Path) -> None:
+    with child(tmp_path, RECEIVER) as peer:
+        assert peer.call("chatty", limit_s=20, number=21) == {"double": 42}
+    assert "a library prints" in (tmp_path / "log.txt").read_text()
+
+
+def test_a_failing_request_is_answered_and_the_receiver_lives_on(tmp_path: Path) -> None:
+    with child(tmp_path, RECEIVER) as peer:
+        with pytest.raises(PeerError, match="KeyError: 'layer 9'"):
+            peer.call("failing", limit_s=20)
+        with pytest.raises(PeerError, match="KeyError: 'unknown'"):
+            peer.call("unknown", limit_s=20)
+        assert peer.call("chatty", limit_s=20, number=1) == {"double": 2}
+    assert "Traceback" in (tmp_path / "log.txt").read_text()
+
+
+def test_a_busy_receiver_does_not_outlive_a_killed_driver(tmp_path: Path) -> None:
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, str(tmp_path / "log.txt")], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert driver.stdout is not None
+        receiver = psutil.Process(int(driver.stdout.readline()))
+        assert receiver.is_running()
+    finally:
+        driver.kill()
+        driver.wait()
+    _, alive = psutil.wait_procs([receiver], timeout=20)
+    assert alive == []
