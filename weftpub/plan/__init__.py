@@ -10,21 +10,26 @@ from weftpub.plan.check import check_plan
 from weftpub.plan.dtypes import dtype_name, torch_dtype
 from weftpub.plan.legal import explain_illegal_tp, legal_ep, legal_tp, require_legal_tp
 from weftpub.plan.make import make_plan
+from weftpub.plan.pieces import Chunk, Piece, PieceTable, cut_pieces
 from weftpub.plan.types import BLOCK, SCALE_SUFFIX, Destination, Move, Plan, PlanPart, Shard, ViewSpec
 from weftpub.plan.views import ParameterSpec, check_views, layout_digest
 
 __all__ = [
     "BLOCK",
     "SCALE_SUFFIX",
+    "Chunk",
     "Destination",
     "Move",
     "ParameterSpec",
+    "Piece",
+    "PieceTable",
     "Plan",
     "PlanPart",
     "Shard",
     "ViewSpec",
     "check_plan",
     "check_views",
+    "cut_pieces",
     "dtype_name",
     "explain_illegal_tp",
     "layout_digest",

@@ -28,6 +28,8 @@ def inside(box: Box, shape: Index) -> bool:
     start, extent = box
     if len(start) != len(shape) or len(extent) != len(shape):
         return False
+    if extent == shape and not any(start):
+        return True
     return all(s >= 0 and n >= 0 and s + n <= limit for s, n, limit in zip(start, extent, shape, strict=True))
 
 

@@ -237,10 +237,13 @@ def _check_whole(plan: Plan) -> None:
 
 
 def _distinct(shards: Iterable[Shard]) -> dict[str, tuple[Index, list[Box]]]:
-    """Per name: the whole shape and the different boxes that ranks hold of it."""
+    """Per name that is held in parts anywhere: the whole shape and the different boxes that ranks hold of it."""
+    held = tuple(shards)
+    parted = {shard.name for shard in held if shard.shape != shard.global_shape}
     found: dict[str, tuple[Index, dict[Box, None]]] = {}
-    for shard in shards:
-        found.setdefault(shard.name, (shard.global_shape, {}))[1][shard.box] = None
+    for shard in held:
+        if shard.name in parted:
+            found.setdefault(shard.name, (shard.global_shape, {}))[1][shard.box] = None
     return {name: (whole, list(boxes)) for name, (whole, boxes) in found.items()}
 
 
@@ -314,7 +317,7 @@ def _route(move: Move, targets: _Targets) -> _Route:
 
 
 def _sum(a: Index, b: Index) -> Index:
-    return tuple(x + y for x, y in zip(a, b, strict=True))
+    return tuple(x + y for x, y in zip(a, b, strict=True)) if any(b) else a
 
 
 def _in_blocks(shape: Index, block: tuple[int, int]) -> Index:

@@ -59,7 +59,7 @@ def _move(source: Shard, target: Shard, replica: int) -> Move | None:
             f"{target.name}: sender rank {source.rank} holds {len(source.offset)} dimensions, receiver rank "
             f"{target.rank} serves {len(target.offset)}"
         )
-    common = intersect(source.box, target.box)
+    common = target.box if source.box == target.box else intersect(source.box, target.box)
     if common is None:
         return None
     start, shape = common

@@ -91,7 +91,7 @@ def check_disjoint(destinations: Iterable[Destination]) -> None:
     for destination in destinations:
         view = destination.view
         if math.prod(view.shape):
-            last = view.offset + sum((n - 1) * k for n, k in zip(view.shape, view.stride, strict=True))
+            last = _last(view)
             by_param.setdefault((destination.shard.rank, view.param), []).append((view.offset, last, destination))
     for group in by_param.values():
         group.sort(key=lambda item: item[:2])
@@ -106,6 +106,14 @@ def check_disjoint(destinations: Iterable[Destination]) -> None:
         _check_cluster(cluster)
 
 
+def _last(view: ViewSpec) -> int:
+    """The view's last element, counted from its parameter's first."""
+    last = view.offset
+    for n, k in zip(view.shape, view.stride, strict=True):
+        last += (n - 1) * k
+    return last
+
+
 def _check_fit(name: str, view: ViewSpec, parameter: ParameterSpec) -> None:
     where = f"{name}: its view of {view.param}"
     if view.dtype != parameter.dtype:
@@ -115,7 +123,7 @@ def _check_fit(name: str, view: ViewSpec, parameter: ParameterSpec) -> None:
         )
     if len(view.shape) != len(view.stride):
         raise PlanError(f"{where} has {len(view.shape)} dimensions but {len(view.stride)} strides")
-    last = view.offset + sum(max(n - 1, 0) * k for n, k in zip(view.shape, view.stride, strict=True))
+    last = _last(view)
     reach = sum(max(n - 1, 0) * k for n, k in zip(parameter.shape, parameter.stride, strict=True))
     if math.prod(view.shape) and (view.offset < 0 or last > reach or parameter.numel == 0):
         raise PlanError(
