@@ -1,0 +1,26 @@
+"""SGLang: its real Qwen3-MoE built for one rank, described as plain data, and served as an engine that can be
+published to.
+
+Importing this package imports neither SGLang (that happens when a model is built) nor any planner: AWEX never enters
+an engine process.
+"""
+
+from weftpub_adapters.sglang.build import ParallelSizes, ServedModel, build_model, quantization_config
+from weftpub_adapters.sglang.describe import describe_model
+from weftpub_adapters.sglang.engine import SGLangEngine
+from weftpub_adapters.sglang.probe import LayerProbe, probe_layer
+from weftpub_adapters.sglang.support import SUPPORTED_VERSIONS, check_backends, require_supported
+
+__all__ = [
+    "SUPPORTED_VERSIONS",
+    "LayerProbe",
+    "ParallelSizes",
+    "SGLangEngine",
+    "ServedModel",
+    "build_model",
+    "check_backends",
+    "describe_model",
+    "probe_layer",
+    "quantization_config",
+    "require_supported",
+]
