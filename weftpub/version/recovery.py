@@ -1,0 +1,46 @@
+"""What a restarted driver does with engines it finds in any state: finish the commit that the record names, or publish
+again in full.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from weftpub.version.record import CommitRecord
+from weftpub.version.states import EngineState
+
+__all__ = ["RecoveryChoice", "decide_recovery"]
+
+RecoveryChoice = Literal["finish", "publish"]
+
+_COMPLETE = (EngineState.VERIFIED, EngineState.COMMITTED, EngineState.SERVING)
+
+
+def decide_recovery(
+    record: CommitRecord | None, run_id: str, engines: Mapping[str, Sequence[tuple[EngineState, int | None, str]]]
+) -> dict[str, RecoveryChoice]:
+    """Choose per engine, from what all of its ranks say.
+
+    Args:
+        record: the commit record, None if there is none.
+        run_id: the run of the driver; a record of another run decides nothing.
+        engines: engine name to (state, version, digest) of every rank: the version is the one verified, committed or
+            served, the digest its manifest's.
+
+    Returns:
+        "finish" for an engine that the record names and whose every rank holds all of that very manifest: the commit
+        happened, some ranks have not heard. "publish" otherwise: no rank may serve what others lack.
+    """
+    choices: dict[str, RecoveryChoice] = {}
+    for engine, ranks in engines.items():
+        whole = (
+            record is not None
+            and record.run_id == run_id
+            and engine in record.engines
+            and bool(ranks)
+            and all(
+                state in _COMPLETE and version == record.version and digest == record.digest
+                for state, version, digest in ranks
+            )
+        )
+        choices[engine] = "finish" if whole else "publish"
+    return choices
