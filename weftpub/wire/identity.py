@@ -1,0 +1,108 @@
+"""Who is speaking: host, process, user and visible GPUs, so that errors name peers and transports are chosen by facts.
+
+GPUs are known by UUID. An index means nothing to another process: CUDA_VISIBLE_DEVICES may list, reorder or hide
+devices in each of them.
+"""
+
+import os
+import socket
+from functools import cache
+from pathlib import Path
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+from weftpub.errors import ConfigError
+
+__all__ = ["Identity", "device_index", "gpu_uuid", "local_identity", "process_alive"]
+
+
+class Identity(BaseModel):
+    """One process.
+
+    Attributes:
+        host: host name, for messages.
+        boot: id of the running kernel: equal for processes that share a kernel.
+        pid_space: id of the process namespace; process ids mean the same only within one.
+        pid, uid: process and user id.
+        gpus: UUIDs of the GPUs that the process can use.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    host: str = Field(max_length=300)
+    boot: str = Field(max_length=100)
+    pid_space: str = Field(max_length=100)
+    pid: int
+    uid: int
+    gpus: tuple[str, ...] = ()
+
+    def same_host(self, other: "Identity") -> bool:
+        """Whether both processes run on one kernel."""
+        return bool(self.boot) and self.boot == other.boot
+
+    def __str__(self) -> str:
+        return f"host {self.host}, pid {self.pid}"
+
+
+@cache
+def gpu_uuid(index: int) -> str:
+    """UUID of the CUDA device that this process calls `index`.
+
+    Raises:
+        ConfigError: the device is a MIG slice, whose memory CUDA IPC cannot share.
+    """
+    properties = torch.cuda.get_device_properties(index)
+    if " MIG " in f" {properties.name} ":
+        raise ConfigError(f"cuda:{index} is a MIG slice ({properties.name}); run trainer and engine on whole GPUs")
+    return f"GPU-{str(properties.uuid).removeprefix('GPU-')}"
+
+
+def device_index(uuid: str) -> int | None:
+    """The index by which this process knows the GPU with `uuid`, None if it cannot see it."""
+    if not torch.cuda.is_available():
+        return None
+    return next((index for index in range(torch.cuda.device_count()) if gpu_uuid(index) == uuid), None)
+
+
+def local_identity() -> Identity:
+    """This process."""
+    gpus = tuple(gpu_uuid(index) for index in range(torch.cuda.device_count())) if torch.cuda.is_available() else ()
+    return Identity(
+        host=socket.gethostname(),
+        boot=_read("/proc/sys/kernel/random/boot_id"),
+        pid_space=_link("/proc/self/ns/pid"),
+        pid=os.getpid(),
+        uid=os.getuid(),
+        gpus=gpus,
+    )
+
+
+def process_alive(peer: Identity, here: Identity) -> bool:
+    """Whether the peer's process exists, as far as this process can tell: True for processes of other hosts and
+    namespaces.
+    """
+    if not here.same_host(peer) or not here.pid_space or here.pid_space != peer.pid_space:
+        return True
+    try:
+        state = Path(f"/proc/{peer.pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    # A zombie has ended, it only waits to be reaped. The state letter follows the command's closing parenthesis.
+    return state.rpartition(")")[2].split()[:1] not in (["Z"], ["X"])
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""

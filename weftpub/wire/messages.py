@@ -1,0 +1,347 @@
+"""Every control message, as a pydantic model; JSON on the socket, nothing is ever unpickled.
+
+A request carries the run id, the session of the publisher that sends it and a request number that its reply repeats. A
+receiver refuses what does not belong to its run, to its present session or to the publish that is under way. Requests,
+in the order of a publish:
+
+    hello      a publisher introduces itself; a later one of the same run replaces an earlier one
+    describe   what parameters does this rank have
+    set_plan   the rank's part of the plan; checked against the live parameters
+    pause      stop serving
+    begin      a version is coming: its checksums; views are bound to the live parameters
+    chunk      memory that holds pieces; the reply means: copied, and released
+    verify     all chunks were sent: post-process, compute checksums from the live parameters
+    commit     every rank verified and the commit record is on disk
+    resume     serve
+    abort      the publish failed elsewhere
+    status     where do you stand
+    drop       close these allocations, they are about to be freed
+    bye        the publisher leaves: close everything that is kept open
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from weftpub.errors import ChannelError
+from weftpub.version import EngineState
+from weftpub.wire.description import EngineDescription
+from weftpub.wire.identity import Identity
+from weftpub.wire.offers import Offer
+
+__all__ = [
+    "MAX_MESSAGE_BYTES",
+    "Abort",
+    "Begin",
+    "Bye",
+    "ChunkMessage",
+    "Commit",
+    "Describe",
+    "Described",
+    "DirectLayout",
+    "Done",
+    "Drop",
+    "Failed",
+    "Hello",
+    "PackedLayout",
+    "Pause",
+    "Reply",
+    "Request",
+    "Resume",
+    "SetPlan",
+    "Status",
+    "StatusReport",
+    "Verified",
+    "Verify",
+    "Welcome",
+    "decode_reply",
+    "decode_request",
+    "encode",
+]
+
+MAX_MESSAGE_BYTES = 64 << 20
+_MAX_CHECKSUM_BYTES = 16 << 20  # two million pieces on one receiver
+_MAX_ERROR = 16_000
+
+RUN_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+_NONCE = Field(pattern=r"^[0-9a-f]{16,64}$")
+_DIGEST = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_bytes="base64", val_json_bytes="base64")
+
+
+class _Request(_Message):
+    run_id: str = Field(pattern=RUN_ID_PATTERN)
+    session: str = _NONCE
+    request: int = Field(ge=0)
+
+
+class Hello(_Request):
+    """Introduce a publisher.
+
+    Attributes:
+        role: the coordinator opens a session, a sender joins one.
+        started_ns: wall clock at the coordinator's start; a session gives way only to one that started later.
+    """
+
+    kind: Literal["hello"] = "hello"
+    role: Literal["coordinator", "sender"]
+    started_ns: int = Field(ge=0)
+    identity: Identity
+
+
+class Describe(_Request):
+    """Ask for the engine rank's description."""
+
+    kind: Literal["describe"] = "describe"
+
+
+class SetPlan(_Request):
+    """Hand over the rank's part of the plan, as `PlanPart.to_json` wrote it."""
+
+    kind: Literal["set_plan"] = "set_plan"
+    part: str
+
+
+class Pause(_Request):
+    """Stop serving."""
+
+    kind: Literal["pause"] = "pause"
+
+
+class Resume(_Request):
+    """Serve what is committed, or the old version if nothing was written."""
+
+    kind: Literal["resume"] = "resume"
+
+
+class Status(_Request):
+    """Ask where the rank stands."""
+
+    kind: Literal["status"] = "status"
+
+
+class Begin(_Request):
+    """Announce a version.
+
+    Attributes:
+        limit: most bytes of a chunk; the piece table follows from it and the plan part.
+        checksums: this rank's checksums, 8 bytes a piece, little-endian.
+        leaves: receiver rank to the hash of its checksums.
+        digest: of the whole manifest; the receiver computes it too.
+        allow_rollback: accept a version below the one that is held.
+    """
+
+    kind: Literal["begin"] = "begin"
+    version: int = Field(ge=0)
+    nonce: str = _NONCE
+    plan_digest: str = _DIGEST
+    limit: int = Field(ge=1)
+    checksums: bytes = Field(max_length=_MAX_CHECKSUM_BYTES)
+    leaves: dict[int, str]
+    digest: str = _DIGEST
+    allow_rollback: bool = False
+
+
+class PackedLayout(_Message):
+    """The chunk's pieces lie packed in the one offered allocation, as the piece table says."""
+
+    layout: Literal["packed"] = "packed"
+
+
+class DirectLayout(_Message):
+    """The pieces lie where the sender keeps them.
+
+    Attributes:
+        pieces: int64 indices into the receiver's piece table.
+        buffers: int64 index of the offer that holds each piece.
+        offsets: int64 byte offset of each piece in its allocation. All three little-endian and equally long.
+    """
+
+    layout: Literal["direct"] = "direct"
+    pieces: bytes = Field(max_length=_MAX_CHECKSUM_BYTES)
+    buffers: bytes = Field(max_length=_MAX_CHECKSUM_BYTES)
+    offsets: bytes = Field(max_length=_MAX_CHECKSUM_BYTES)
+
+
+class ChunkMessage(_Request):
+    """Offer memory that holds pieces; the receiver copies, lets go of it, and then replies.
+
+    Attributes:
+        sender: sender rank.
+        sequence: number of the chunk among those of this sender to this receiver, from 0. Packed chunks are numbered as
+            in the piece table.
+    """
+
+    kind: Literal["chunk"] = "chunk"
+    version: int = Field(ge=0)
+    nonce: str = _NONCE
+    sender: int = Field(ge=0)
+    sequence: int = Field(ge=0)
+    offers: tuple[Offer, ...] = Field(min_length=1, max_length=65_536)
+    layout: Annotated[PackedLayout | DirectLayout, Field(discriminator="layout")]
+
+
+class Verify(_Request):
+    """All chunks were sent: check everything.
+
+    Attributes:
+        sha256: also return a sha256 of every piece as it lies in the live parameters.
+    """
+
+    kind: Literal["verify"] = "verify"
+    version: int = Field(ge=0)
+    nonce: str = _NONCE
+    sha256: bool = False
+
+
+class Commit(_Request):
+    """The record of `version` with this manifest digest is on disk."""
+
+    kind: Literal["commit"] = "commit"
+    version: int = Field(ge=0)
+    digest: str = _DIGEST
+
+
+class Abort(_Request):
+    """The publish will not be completed."""
+
+    kind: Literal["abort"] = "abort"
+    reason: str = Field(max_length=_MAX_ERROR)
+
+
+class Drop(_Request):
+    """Close the named allocations."""
+
+    kind: Literal["drop"] = "drop"
+    allocations: tuple[str, ...] = Field(max_length=65_536)
+
+
+class Bye(_Request):
+    """Close every allocation that is kept open for this publisher."""
+
+    kind: Literal["bye"] = "bye"
+
+
+Request = Annotated[
+    Hello | Describe | SetPlan | Pause | Resume | Status | Begin | ChunkMessage | Verify | Commit | Abort | Drop | Bye,
+    Field(discriminator="kind"),
+]
+
+
+class StatusReport(_Message):
+    """Where a rank stands.
+
+    Attributes:
+        version: the version that is verified, committed, held or served; None while there is none.
+        digest: manifest digest of that version, "" if unknown.
+        incoming: the version on its way.
+        lost, reason: what a torn engine lost, and why.
+        plan_digest: of the plan it was given, "" without one.
+        intact: whether the live weights hold `version`.
+    """
+
+    state: EngineState
+    version: int | None
+    digest: str
+    incoming: int | None
+    lost: int | None
+    reason: str
+    plan_digest: str
+    intact: bool
+
+
+class _Reply(_Message):
+    request: int = Field(ge=0)
+    status: StatusReport
+
+
+class Welcome(_Reply):
+    """Reply to hello: who the receiver is."""
+
+    kind: Literal["welcome"] = "welcome"
+    identity: Identity
+    engine: str
+    rank: int
+    device: str
+    transports: tuple[str, ...]
+
+
+class Described(_Reply):
+    """Reply to describe."""
+
+    kind: Literal["described"] = "described"
+    description: EngineDescription
+
+
+class Done(_Reply):
+    """The request was carried out."""
+
+    kind: Literal["done"] = "done"
+
+
+class Verified(_Reply):
+    """Everything arrived unchanged.
+
+    Attributes:
+        digest: of the manifest, as the receiver computed it.
+        sha256: hex digest of every piece, in the piece table's order; empty unless asked for.
+    """
+
+    kind: Literal["verified"] = "verified"
+    digest: str
+    sha256: tuple[str, ...] = ()
+
+
+class Failed(_Reply):
+    """The request failed or was refused.
+
+    Attributes:
+        error: name of the error's class; one of weftpub.errors where it comes from weftpub.
+        message: its text.
+    """
+
+    kind: Literal["failed"] = "failed"
+    error: str = Field(max_length=200)
+    message: str = Field(max_length=_MAX_ERROR)
+
+
+Reply = Annotated[Welcome | Described | Done | Verified | Failed, Field(discriminator="kind")]
+
+_REQUEST: TypeAdapter[Request] = TypeAdapter(Request)
+_REPLY: TypeAdapter[Reply] = TypeAdapter(Reply)
+
+
+def encode(message: BaseModel) -> bytes:
+    """A message as JSON bytes; ChannelError if it is larger than a peer would take."""
+    data = message.model_dump_json().encode()
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise ChannelError(
+            f"a {type(message).__name__} message of {len(data)} bytes exceeds the limit of {MAX_MESSAGE_BYTES}"
+        )
+    return data
+
+
+def decode_request(data: bytes) -> Request:
+    """Read a request; ChannelError, with the first fault, if it is not one."""
+    return _decode(_REQUEST, data, "request")
+
+
+def decode_reply(data: bytes) -> Reply:
+    """Read a reply; ChannelError, with the first fault, if it is not one."""
+    return _decode(_REPLY, data, "reply")
+
+
+def _decode[T](adapter: TypeAdapter[T], data: bytes, what: str) -> T:
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise ChannelError(f"a {what} of {len(data)} bytes exceeds the limit of {MAX_MESSAGE_BYTES}")
+    try:
+        return adapter.validate_json(data)
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        where = ".".join(str(step) for step in first["loc"])
+        raise ChannelError(
+            f"not a {what} of this protocol: {where}: {first['msg']}; do both sides run the same release?"
+        ) from None
