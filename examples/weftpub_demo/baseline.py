@@ -5,65 +5,60 @@ them, and every version goes through a checkpoint directory that each engine rea
 """
 
 import hashlib
+import shutil
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from weftpub_adapters.megatron.fields import Qwen3MoeFields, read_config
-from weftpub_adapters.megatron.loader import fill_parameters, read_parameters
-from weftpub_adapters.megatron.model import build_model, initialize_parallel
+from weftpub.checkpoint import LazyTensors
+from weftpub.errors import NonFiniteGradientError
+from weftpub_adapters.megatron import (
+    Qwen3MoeFields,
+    TrainerProbe,
+    build_model,
+    fill_parameters,
+    initialize_parallel,
+    read_config,
+    read_parameters,
+)
+from weftpub_adapters.megatron.experts import expert_parameters
 from weftpub_adapters.megatron.names import parameter_sources, plain_name
-from weftpub_demo.config import OptimizerName
+from weftpub_demo.config import DemoConfig, OptimizerName
+from weftpub_demo.job import CLIP_GRAD, WEIGHT_DECAY, Published, combined_sha256, learning_rate
+from weftpub_demo.receivers import Receivers
 
-__all__ = ["BaselineTrainer", "Export"]
+__all__ = ["BaselineJob"]
 
 _MEGATRON_NAME = {OptimizerName.ADAMW: "adam", OptimizerName.MUON: "muon"}
 
 
-@dataclass(frozen=True)
-class Export:
-    """One written version: `changed` is the share of expert bytes that differ from the version before."""
-
-    directory: Path
-    sha256: str
-    changed: float
-    nbytes: int
-
-
-class BaselineTrainer:
+class BaselineJob:
     """Megatron-core's GPTModel under its own DistributedDataParallel and stock optimizer, one rank."""
 
-    def __init__(self, directory: Path, *, optimizer: OptimizerName, lr: float, weight_decay: float) -> None:
+    def __init__(self, config: DemoConfig, checkpoint: Path, receivers: Receivers) -> None:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.optimizer import get_megatron_optimizer
 
-        from weftpub.checkpoint import LazyTensors
-
-        self.fields = Qwen3MoeFields.from_hf(read_config(directory))
+        self._receivers = receivers
+        self._out = config.out / "exports"
+        self.fields = Qwen3MoeFields.from_hf(read_config(checkpoint))
         initialize_parallel()
         self.model = build_model(self.fields)
-        fill_parameters(self.model, read_parameters(LazyTensors(directory), self.fields))
-        # Megatron's Muon does not shard its state over data-parallel ranks; its Adam expects to.
-        sharded = optimizer is OptimizerName.ADAMW
+        fill_parameters(self.model, read_parameters(LazyTensors(checkpoint), self.fields))
+        # Megatron's Adam shards its state over data-parallel ranks; its Muon needs whole matrices.
+        sharded = config.optimizer is OptimizerName.ADAMW
         self._ddp = DistributedDataParallel(
             self.model.config,
             DistributedDataParallelConfig(use_distributed_optimizer=sharded, grad_reduce_in_fp32=True),
             self.model,
         )
-        settings = OptimizerConfig(
-            optimizer=_MEGATRON_NAME[optimizer],
-            lr=lr,
-            weight_decay=weight_decay,
-            bf16=True,
-            params_dtype=torch.bfloat16,
-            use_distributed_optimizer=sharded,
-            clip_grad=1.0,
-        )
-        self._optimizer = get_megatron_optimizer(settings, [self._ddp])
+        self._optimizer = get_megatron_optimizer(_optimizer_config(config, sharded), [self._ddp])
         self._previous = self._expert_bytes()
+        receivers.call("hello")
 
     def train(self, tokens: torch.Tensor, labels: torch.Tensor) -> float:
         """Forward and backward of one batch; the mean cross entropy."""
@@ -71,32 +66,63 @@ class BaselineTrainer:
 
         self._ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        device = next(self.model.parameters()).device
+        tokens, labels = tokens.to(device), labels.to(device)
         size = tokens.shape[1]
-        mask = torch.ones(size, size, dtype=torch.bool, device=tokens.device).triu(1)[None, None]
+        positions = torch.arange(size, device=device).expand_as(tokens)
+        mask = torch.ones(size, size, dtype=torch.bool, device=device).triu(1)[None, None]
         loss = self._ddp(tokens, positions, mask, labels=labels).float().mean()
         loss.backward()
         finalize_model_grads([self._ddp], None)
         return float(loss.detach())
 
     def update(self) -> None:
-        """One step of the stock optimizer; raises RuntimeError when it skipped the step."""
+        """One step of the stock optimizer.
+
+        Raises:
+            NonFiniteGradientError: Megatron skipped the step.
+        """
         done, _, _ = self._optimizer.step()
         if not done:
-            raise RuntimeError("Megatron's optimizer skipped the step: a gradient was not finite")
+            raise NonFiniteGradientError("Megatron's optimizer skipped the step: a gradient was not finite")
 
-    def export(self, directory: Path) -> Export:
-        """Write the model's BF16 weights under their Hugging Face names."""
+    def publish(self, version: int) -> Published:
+        """Write the BF16 weights under their Hugging Face names, and let every receiver's own loader read them."""
+        start = time.perf_counter()
         tensors = {name: tensor.cpu().contiguous() for name, tensor in self.hf_tensors()}
+        directory = self._out / f"version-{version}"
         directory.mkdir(parents=True, exist_ok=True)
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-        digest = hashlib.sha256()
-        for name in sorted(tensors):
-            digest.update(name.encode() + hashlib.sha256(_bytes(tensors[name]).numpy()).digest())
+        exported = time.perf_counter()
+        self._receivers.call("load", directory=str(directory), version=version)
+        loaded = time.perf_counter()
+        shutil.rmtree(directory)
+        digests = {name: hashlib.sha256(_bytes(tensor).numpy()).hexdigest() for name, tensor in tensors.items()}
         now = self._expert_bytes()
         changed = int((now != self._previous).sum()) / now.numel()
         self._previous = now
-        return Export(directory, digest.hexdigest(), changed, sum(tensor.nbytes for tensor in tensors.values()))
+        return Published(
+            ms=(loaded - start) * 1e3,
+            phases_ms={"export": (exported - start) * 1e3, "load": (loaded - exported) * 1e3},
+            changed=changed,
+            sha256=combined_sha256(digests),
+            nbytes=sum(tensor.nbytes for tensor in tensors.values()),
+        )
+
+    def probe(self, layer: int, tokens: torch.Tensor) -> TrainerProbe:
+        """Megatron's own MoE layer on `tokens`, and the BF16 weights that it multiplied with."""
+        with torch.no_grad():
+            moe = self.model.module.decoder.layers[layer].mlp
+            x = tokens.to(next(moe.parameters()).device, torch.bfloat16)[:, None]
+            probabilities, _ = moe.router(x)
+            weights, ids = probabilities.float().topk(self.fields.top_k, dim=-1)
+            output, _ = moe(x)
+        digests = {
+            matrix.name: hashlib.sha256(_bytes(parameter.detach()).cpu().numpy()).hexdigest()
+            for matrix, parameter in expert_parameters(self.model, 0)
+            if matrix.layer == layer
+        }
+        return TrainerProbe(digests, output[:, 0].float(), ids, weights)
 
     def hf_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter by its Hugging Face names; views where the layouts agree."""
@@ -125,3 +151,17 @@ class BaselineTrainer:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8).flatten()
+
+
+def _optimizer_config(config: DemoConfig, sharded: bool) -> Any:
+    from megatron.core.optimizer import OptimizerConfig
+
+    return OptimizerConfig(
+        optimizer=_MEGATRON_NAME[config.optimizer],
+        lr=learning_rate(config),
+        weight_decay=WEIGHT_DECAY,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        use_distributed_optimizer=sharded,
+        clip_grad=CLIP_GRAD,
+    )

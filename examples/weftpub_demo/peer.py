@@ -16,13 +16,14 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from weftpub.errors import ChannelError, DeadlineError, WeftpubError
+from weftpub.errors import ChannelError, DeadlineError
 
-__all__ = ["PeerError", "Pending", "ReceiverProcess", "first_death"]
+__all__ = ["PeerError", "Pending", "ReceiverProcess", "explain"]
 
 _POLL_S = 0.2
 _LOG_LINES = 6
@@ -158,10 +159,21 @@ class ReceiverProcess:
             return {key: value for key, value in answer.items() if key not in ("id", "ok")}
 
 
-def first_death(peers: Sequence[ReceiverProcess], phase: str, error: WeftpubError) -> WeftpubError:
-    """`error`, or a PeerError that names the receiver whose death explains it."""
-    time.sleep(_POLL_S)  # a killed process takes a moment to be seen as dead
-    for peer in peers:
-        if peer.died():
-            return PeerError(f"{peer.obituary(phase)}\n(seen as {type(error).__name__}: {error})")
-    return error
+@contextmanager
+def explain(peers: Sequence[ReceiverProcess]) -> Iterator[Callable[[str], None]]:
+    """Turn an error inside the block into a PeerError where the death of a receiver explains it.
+
+    Yields a function that says which phase begins; the PeerError names it, and keeps what was seen first.
+    """
+    current = ["start-up"]
+    try:
+        yield lambda phase: current.__setitem__(0, phase)
+    except PeerError:
+        raise
+    except Exception as error:
+        time.sleep(_POLL_S)  # a killed process takes a moment to be seen as dead
+        for peer in peers:
+            if peer.died():
+                seen = f"{type(error).__name__}: {error}"
+                raise PeerError(f"{peer.obituary(current[0])}\n(first seen as {seen})") from error
+        raise

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from weftpub.errors import DeadlineError
-from weftpub_demo.peer import PeerError, ReceiverProcess, first_death
+from weftpub_demo.peer import PeerError, ReceiverProcess, explain
 
 ECHO = """
 import json, os, sys, time
@@ -91,15 +91,20 @@ def test_a_kill_is_named(tmp_path: Path) -> None:
     with child(tmp_path) as peer:
         peer.call("echo", limit_s=20)
         os.kill(peer.pid, 9)
-        found = first_death([peer], "publish of version 3", DeadlineError("receiver 1 is silent"))
-        assert "SIGKILL during 'publish of version 3'" in str(found)
-        assert "receiver 1 is silent" in str(found)
+
+        def publish() -> None:
+            with explain([peer]) as phase:
+                phase("publish of version 3")
+                raise DeadlineError("receiver 1 is silent")
+
+        with pytest.raises(PeerError, match="SIGKILL during 'publish of version 3'") as found:
+            publish()
+        assert "DeadlineError: receiver 1 is silent" in str(found.value)
 
 
 def test_an_error_of_the_living_stays_what_it_was(tmp_path: Path) -> None:
-    error = DeadlineError("silent")
-    with child(tmp_path) as peer:
-        assert first_death([peer], "publish", error) is error
+    with child(tmp_path) as peer, pytest.raises(DeadlineError, match=r"^silent$"), explain([peer]):
+        raise DeadlineError("silent")
 
 
 def test_a_late_answer_does_not_answer_the_next_request(tmp_path: Path) -> None:

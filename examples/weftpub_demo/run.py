@@ -1,0 +1,189 @@
+"""One run of the demo: train, lose the engine's memory, publish, check, and again; then the report.
+
+This process is the trainer and the driver. Per step:
+
+    receivers   drop their weight memory, make it anew and fill it with NaN        (while the trainer computes)
+    trainer     forward, backward, staged step: the next generation is in the store
+    publish     into the receivers' live parameters; committed on both, or on none
+    checks      no poison left, the same bytes on both sides, one layer computed by both, both serve the version
+"""
+
+import platform
+import time
+import traceback
+import uuid
+from contextlib import ExitStack
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from weftpub.errors import ConfigError, WeftpubError
+from weftpub_demo import cpu_megatron
+from weftpub_demo.checkpoint import read_shape, write_checkpoint
+from weftpub_demo.checks import CheckBook
+from weftpub_demo.config import DemoConfig, Device, ModelShape, Variant, shipped_text
+from weftpub_demo.corpus import ByteCorpus
+from weftpub_demo.job import Job
+from weftpub_demo.peer import explain
+from weftpub_demo.probe import compare, probe_request, probe_tokens
+from weftpub_demo.progress import Progress
+from weftpub_demo.receivers import Receivers, start_receivers
+from weftpub_demo.report import Report, StepRecord, draw, write_report
+
+__all__ = ["run"]
+
+_PACKAGES = ("weftpub", "torch", "triton", "megatron-core", "sglang", "awex", "transformers", "safetensors")
+
+
+class _Record:
+    """What is known about the run so far."""
+
+    def __init__(self, config: DemoConfig) -> None:
+        self.config = config
+        self.run_id = f"demo-{uuid.uuid4().hex[:12]}"
+        self.started = datetime.now(UTC)
+        self.clock = time.monotonic()
+        self.book = CheckBook()
+        self.steps: list[StepRecord] = []
+        self.shape: ModelShape | None = None
+        self.device = "cpu"
+        self.committed = 0
+
+    def report(self, error: str | None) -> Report:
+        checks = self.book.total
+        result = (
+            f"DEMO OK version={self.committed} checks={checks}"
+            if error is None
+            else f"DEMO FAILED after version {self.committed}: {error}"
+        )
+        return Report(
+            ok=error is None,
+            result=result,
+            error=error,
+            run_id=self.run_id,
+            started=self.started.isoformat(timespec="seconds"),
+            seconds=round(time.monotonic() - self.clock, 3),
+            settings=self.config.plain() | {"computes_on": self.device},
+            model={} if self.shape is None else asdict(self.shape),
+            versions=_versions(),
+            checks=self.book.listing(),
+            committed_version=self.committed,
+            steps=tuple(self.steps),
+        )
+
+
+def run(config: DemoConfig, progress: Progress) -> Report:
+    """Run the whole demo and write its report; a run that fails is reported too, with its reason.
+
+    Every receiver process that was started has ended when this returns or raises.
+    """
+    record = _Record(config)
+    error: str | None = None
+    try:
+        with ExitStack() as stack:
+            _steps(record, progress, stack)
+    except Exception as caught:  # whatever ended the run, the report and the last line must say so
+        if not isinstance(caught, WeftpubError):
+            traceback.print_exc()
+        error = f"{type(caught).__name__}: {caught}"
+    report = record.report(error)
+    write_report(report, config.out)
+    draw(report, config.out / "report.png")
+    return report
+
+
+def _steps(record: _Record, progress: Progress, stack: ExitStack) -> None:
+    config, book = record.config, record.book
+    config.out.mkdir(parents=True, exist_ok=True)
+    model = config.model
+    if model is None:
+        progress.phase("writing a Qwen3-MoE checkpoint")
+        model = write_checkpoint(config.out / "model", config.shape, seed=config.seed)
+    record.shape = shape = read_shape(model)
+    text = shipped_text() if config.text is None else config.text.read_bytes()
+    corpus = ByteCorpus(text, batch=config.batch, sequence=config.sequence, seed=config.seed)
+    record.device = device = _device(config.device)
+    receivers = stack.enter_context(
+        start_receivers(
+            model,
+            format="fp8" if config.variant is Variant.FP8 else "bf16",
+            device=device,
+            out=config.out,
+            limit_s=config.limit_s,
+        )
+    )
+    with explain(receivers.peers) as phase:
+        phase("start-up")
+        progress.phase("loading the checkpoint into Megatron-core, and SGLang's layers into two receivers")
+        cpu_megatron.install()
+        job = _job(record, model, receivers, progress, stack)
+        for step in range(1, config.steps + 1):
+            phase(f"step {step}")
+            progress.phase(f"step {step}: training")
+            offloaded = receivers.ask("offload")
+            tokens, labels = corpus.next()
+            start = time.perf_counter()
+            loss = job.train(tokens, labels)
+            trained = time.perf_counter()
+            job.update()
+            updated = time.perf_counter()
+            receivers.require_offloaded(offloaded(), book)
+            phase(f"publish of version {step}")
+            progress.phase(f"step {step}: publishing version {step}")
+            published = job.publish(step)
+            record.committed = step
+            phase(f"checks of version {step}")
+            progress.phase(f"step {step}: checking version {step}")
+            receivers.require_served(step, book)
+            layer = (step - 1) % shape.layers
+            hidden = probe_tokens(shape.hidden, config.seed + step)
+            probe = job.probe(layer, hidden)
+            compare(layer, probe, receivers.call("probe", **probe_request(layer, hidden, probe)), book)
+            record.steps.append(
+                StepRecord(
+                    step=step,
+                    loss=loss,
+                    changed=published.changed,
+                    publish_ms=published.ms,
+                    version=step,
+                    sha256=published.sha256,
+                    train_ms=(trained - start) * 1e3,
+                    update_ms=(updated - trained) * 1e3,
+                    phases_ms=dict(published.phases_ms),
+                    bytes=published.nbytes,
+                )
+            )
+            progress.step(record.steps[-1])
+
+
+def _job(record: _Record, model: Path, receivers: Receivers, progress: Progress, stack: ExitStack) -> Job:
+    # Each brings in what only it needs: the baseline runs without the planner, the others without Megatron's optimizer.
+    if record.config.variant is Variant.BASELINE:
+        from weftpub_demo.baseline import BaselineJob
+
+        return BaselineJob(record.config, model, receivers)
+    from weftpub_demo.published import PublishedJob
+
+    return PublishedJob(record.config, model, receivers, record.book, record.run_id, progress, stack)
+
+
+def _device(wanted: Device) -> str:
+    if wanted is Device.CPU:
+        return "cpu"
+    found = torch.cuda.is_available()
+    if wanted is Device.CUDA and not found:
+        raise ConfigError("--device cuda, but torch finds no CUDA GPU; use --device cpu")
+    return "cuda" if found else "cpu"
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed as a distribution"
+    return found
