@@ -63,14 +63,14 @@ class ExpertAttachment:
     """The bond between a model's expert layers and a store.
 
     Args:
-        model: a Megatron model with SequentialMLP experts, with or without wrappers. Attach before a flat buffer
-            takes the parameters.
+        model: a Megatron model with SequentialMLP experts, with or without wrappers. If DistributedDataParallel is to
+            wrap it, that comes first: its hooks are made from views of parameters that have memory.
         store: holds every expert matrix of this rank.
         first: global id of this rank's first expert; by default from Megatron's expert-parallel group.
 
     Raises:
-        ConfigError: an expert parameter shares its storage with others, or is attached already. Nothing is changed
-            then.
+        ConfigError: an expert parameter shares its storage with others, is attached already, or has another shape than
+            the store's matrix. Nothing is changed then.
     """
 
     def __init__(self, model: Any, store: StoreReader, *, first: int | None = None) -> None:
@@ -144,6 +144,14 @@ class ExpertAttachment:
             raise ConfigError(
                 f"{matrix.name}: the parameter's storage has {parameter.untyped_storage().nbytes()} bytes, "
                 f"expected its own {nbytes}; "
-                "attach before a distributed optimizer moves parameters into a flat buffer"
+                "set use_distributed_optimizer=False, which leaves parameters out of flat buffers"
+            )
+        held = matrix in store.layout.matrices
+        expected = store.layout.shape(matrix.projection)
+        if not held or tuple(parameter.shape) != expected:
+            raise ConfigError(
+                f"{matrix.name} {list(parameter.shape)}: the store holds "
+                + (f"{list(expected)}" if held else f"experts {list(store.layout.experts)} only")
+                + "; build it from this model's sizes and this rank's global experts"
             )
         return _Attached(matrix, linear, parameter, nbytes)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from weftpub.errors import GenerationError
 from weftpub.masters import ExpertMatrix
-from weftpub.store import MatrixView
+from weftpub.store import MatrixView, StoreLayout
 from weftpub_kernels import dequantize
 
 __all__ = ["StoreLinear", "StoreMatrix", "StoreReader"]
@@ -25,6 +25,11 @@ __all__ = ["StoreLinear", "StoreMatrix", "StoreReader"]
 
 class StoreReader(Protocol):
     """The part of `weftpub.store.ExpertStore` that a forward pass needs."""
+
+    @property
+    def layout(self) -> StoreLayout:
+        """Which matrices it holds, and their shapes."""
+        ...
 
     @property
     def generation(self) -> int | None:

@@ -54,6 +54,7 @@ def describe_model(served: ServedModel, *, engine: str, rank: int | None = None)
             "format": served.format,
             "parallel": asdict(served.parallel),
             "backends": dict(served.backends),
+            "buffers": [name for name, _ in served.model.named_buffers()],
             "vocabulary": vocabulary,
             "hf_config": dict(served.hf_config),
         },

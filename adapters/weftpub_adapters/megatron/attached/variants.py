@@ -1,0 +1,58 @@
+"""The three ways to train, and the settings of an attachment.
+
+| variant  | masters and optimizer state | expert weights of the forward pass | unattached code that runs |
+|----------|-----------------------------|------------------------------------|---------------------------|
+| baseline | Megatron's, untouched       | BF16 parameters                    | all of it                 |
+| bf16     | pinned host memory, staged  | BF16 parameters, written in slots  | forward, backward, norms  |
+| fp8      | pinned host memory, staged  | the store's W and W^T              | as bf16, experts excepted |
+"""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from weftpub.errors import ConfigError
+
+__all__ = ["AttachSettings", "ScaleRule", "Variant"]
+
+Variant = Literal["baseline", "bf16", "fp8"]
+ScaleRule = Literal["fp32", "power_of_two"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttachSettings:
+    """What an attachment does.
+
+    Attributes:
+        variant: "baseline", "bf16" or "fp8".
+        preset: quantizer of the expert weights, a name of `weftpub_kernels.PRESETS`; fp8 only.
+        activation_scales: rule for the scales of activations and their gradients in FP8 GEMMs; the engine has to use the same one.
+        slots: staging slots. Three overlap a load, an update and a store.
+        slot_numel: elements of the largest matrix that a slot takes; None fits the largest matrix of the model.
+        measure_change: count the published bytes that each step changed; fp8 only.
+        lease_timeout: seconds that a step waits for publishes and checkpoints that still read, and they for a step.
+
+    Raises:
+        ConfigError: an unknown variant or rule, or a number out of range.
+    """
+
+    variant: Variant = "fp8"
+    preset: str = "te_fp32"
+    activation_scales: ScaleRule = "fp32"
+    slots: int = 3
+    slot_numel: int | None = None
+    measure_change: bool = True
+    lease_timeout: float = 300.0
+
+    def __post_init__(self) -> None:
+        for name, kind in (("variant", Variant), ("activation_scales", ScaleRule)):
+            if getattr(self, name) not in get_args(kind):
+                raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; choose one of {', '.join(get_args(kind))}")
+        if self.slots < 1 or (self.slot_numel is not None and self.slot_numel < 1) or self.lease_timeout <= 0:
+            raise ConfigError(
+                f"slots={self.slots}, slot_numel={self.slot_numel}, lease_timeout={self.lease_timeout}: must all be above zero"
+            )
+
+    @property
+    def staged(self) -> bool:
+        """Whether masters and optimizer state leave Megatron's hands."""
+        return self.variant != "baseline"
