@@ -25,7 +25,7 @@ endif
 TEST_THREADS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types layers wheel wheel-check requirements clean
+.PHONY: help demo test lint style types layers wheel wheel-check requirements clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -36,7 +36,9 @@ demo: $(RUN_READY) ## the main job on this machine (DEMO_ARGS="--optimizer adamw
 test: $(DEV_READY) ## every test (TESTS=tests/weftpub PYTEST_ARGS="-k plan" for some)
 	$(TEST_THREADS) $(PY) -m pytest $(shell $(PY) -c 'import xdist' 2>/dev/null && echo "-n $(WORKERS) --dist loadfile") $(PYTEST_ARGS) $(TESTS)
 
-lint: $(DEV_READY) ## ruff check and format, codespell
+lint: style types layers ## style, types and import layers
+
+style: $(DEV_READY) ## ruff check and format, codespell
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m codespell_lib
@@ -60,7 +62,7 @@ requirements: $(DEV_READY) ## compile requirements/*.in to *.txt again
 	    --custom-compile-command "make requirements" --output-file $$name.txt $$name.in || exit 1; done
 
 clean: ## remove build, report and cache files (the environment stays)
-	rm -rf build dist demo-out .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf build dist demo-out report.json report.png .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find $(PACKAGES) tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.run-ready: requirements/run.txt requirements/install.sh pyproject.toml

@@ -44,7 +44,7 @@ class BaselineJob:
         from megatron.core.optimizer import get_megatron_optimizer
 
         self._receivers = receivers
-        self._out = config.out / "exports"
+        self._out = config.work / "exports"
         self.fields = Qwen3MoeFields.from_hf(read_config(checkpoint))
         initialize_parallel()
         self.model = build_model(self.fields)

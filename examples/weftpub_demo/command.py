@@ -36,9 +36,9 @@ def demo(
     lr: Annotated[float | None, typer.Option(help="Learning rate; the optimizer's own default if not given.")] = None,
     seed: Annotated[int, typer.Option(help="Of the made checkpoint and of the drawn batches.")] = 0,
     limit: Annotated[float, typer.Option(help="Longest single wait for a receiver, in seconds.")] = DemoConfig.limit_s,
-    out: Annotated[Path, typer.Option(help="Directory for the report, the checkpoint and the logs.")] = Path(
-        "demo-out"
-    ),
+    out: Annotated[
+        Path, typer.Option(help="Directory for report.json and report.png; working files go to demo-out/ in it.")
+    ] = Path(),
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the report on stdout, and everything else on stderr.")
     ] = False,

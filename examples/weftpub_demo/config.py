@@ -83,6 +83,11 @@ class DemoConfig:
     limit_s: float = 120.0
     shape: ModelShape = field(default_factory=ModelShape)
 
+    @property
+    def work(self) -> Path:
+        """Where the made checkpoint, the receivers' logs and the commit record go; the report stands beside it."""
+        return self.out / "demo-out"
+
     def check(self) -> None:
         """Raise ConfigError for settings that cannot work, before anything is written or started."""
         if self.steps < 5:

@@ -51,7 +51,7 @@ class Receivers:
 
 
 @contextmanager
-def start_receivers(model: Path, *, format: str, device: str, out: Path, limit_s: float) -> Iterator[Receivers]:
+def start_receivers(model: Path, *, format: str, device: str, logs: Path, limit_s: float) -> Iterator[Receivers]:
     """Start the engine's processes; they are gone when the block ends, however it ends.
 
     They build their models meanwhile: `Receivers.call("hello")` is answered when that is done.
@@ -66,7 +66,7 @@ def start_receivers(model: Path, *, format: str, device: str, out: Path, limit_s
                         *("--model", str(model), "--name", ENGINE, "--rank", str(rank), "--ranks", str(RECEIVERS)),
                         *("--format", format, "--device", device),
                     ],
-                    log=out / f"receiver-{rank}.log",
+                    log=logs / f"receiver-{rank}.log",
                     environment=_environment(device),
                 )
             )

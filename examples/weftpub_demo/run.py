@@ -97,11 +97,11 @@ def run(config: DemoConfig, progress: Progress) -> Report:
 
 def _steps(record: _Record, progress: Progress, stack: ExitStack) -> None:
     config, book = record.config, record.book
-    config.out.mkdir(parents=True, exist_ok=True)
+    config.work.mkdir(parents=True, exist_ok=True)
     model = config.model
     if model is None:
         progress.phase("writing a Qwen3-MoE checkpoint")
-        model = write_checkpoint(config.out / "model", config.shape, seed=config.seed)
+        model = write_checkpoint(config.work / "model", config.shape, seed=config.seed)
     record.shape = shape = read_shape(model)
     text = shipped_text() if config.text is None else config.text.read_bytes()
     corpus = ByteCorpus(text, batch=config.batch, sequence=config.sequence, seed=config.seed)
@@ -111,7 +111,7 @@ def _steps(record: _Record, progress: Progress, stack: ExitStack) -> None:
             model,
             format="fp8" if config.variant is Variant.FP8 else "bf16",
             device=device,
-            out=config.out,
+            logs=config.work,
             limit_s=config.limit_s,
         )
     )
