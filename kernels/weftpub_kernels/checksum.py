@@ -1,0 +1,174 @@
+"""A 64-bit checksum of bytes, made so that the quantizer can emit it while it writes them.
+
+    h = sum_i byte_i * A^i  mod 2^64,    checksum = mix(h + bytes * G)
+
+A is an odd 64-bit constant, G the golden ratio's, and ``mix`` an invertible scramble (MurmurHash3's finalizer): equal checksums
+of equally many bytes mean equal h. Because A^(row * N + column) = A^(row * N) * A^column, each 128x128 tile of a matrix has one
+partial sum, and the checksum of any block-aligned range of rows follows from the partials without reading the bytes again.
+
+What is detected for certain, whatever the data:
+
+* One changed byte: h moves by d * A^i with 0 < \\|d\\| < 256; A^i is odd, so this is not 0 mod 2^64.
+* Two different bytes swapped: h moves by d * A^i * (1 - A^n), n their distance. A = 5 mod 8, so A^n - 1 holds exactly
+  2 + v factors of two, v being those of n, and d holds at most 7: together fewer than 64 for every n < 2^55.
+* A change within four adjacent bytes, hence of one float32 scale: no d_0..d_3 with \\|d_k\\| < 256, not all zero, have
+  d_0 + d_1 A + d_2 A^2 + d_3 A^3 = 0 mod 2^64 (the tests enumerate them).
+* Zero bytes appended: h stays, but the byte count enters the mix injectively.
+
+Any other change escapes with a chance of about 2^-64. This guards against faults, not against an adversary.
+
+Checksums are signed 64-bit integers, as torch holds them: ``checksum(t) == int(checksum_many([t])[0])``.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from .errors import ShapeError
+from .pair import grid_of
+from .recipe import BLOCK
+
+__all__ = [
+    "MULTIPLIER",
+    "checksum",
+    "checksum_many",
+    "checksum_rows_from_sums",
+    "finish",
+    "power",
+    "powers",
+    "tile_sums",
+]
+
+MULTIPLIER = 0xD1342543DE82EF95
+"""A of the definition: a spectrally good multiplier mod 2^64 (Steele and Vigna, "Computationally easy, spectrally good
+multipliers for congruential pseudorandom number generators", 2021), so that nearby bytes have no small relation either."""
+
+_LENGTH = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+_ROW = 1 << 16  # bytes per step of the torch reference
+_STEP = 16  # rows of that many bytes held as int64 at a time: 8 MiB
+
+
+def power(exponent: int) -> int:
+    """A^exponent mod 2^64 as a signed 64-bit integer; negative exponents are inverses."""
+    return _signed(pow(MULTIPLIER, exponent, 1 << 64))
+
+
+def powers(count: int, step: int = 1) -> torch.Tensor:
+    """int64 [count]: A^(step * i), by doubling."""
+    table = np.ones(max(count, 1), dtype=np.uint64)
+    filled = 1
+    while filled < count:
+        more = min(filled, count - filled)
+        table[filled : filled + more] = table[:more] * np.uint64(pow(MULTIPLIER, step * filled, 1 << 64))
+        filled += more
+    return torch.from_numpy(table[:count].view(np.int64))
+
+
+def finish(sums: torch.Tensor, nbytes: torch.Tensor | int) -> torch.Tensor:
+    """int64 h and byte counts -> int64 checksums, on the device of ``sums``."""
+    length = _signed(nbytes * _LENGTH) if isinstance(nbytes, int) else nbytes * _signed(_LENGTH)
+    h = sums + length
+    h = (h ^ _shift(h, 33)) * _signed(0xFF51AFD7ED558CCD)
+    h = (h ^ _shift(h, 33)) * _signed(0xC4CEB9FE1A85EC53)
+    return h ^ _shift(h, 33)
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """Checksum of the bytes of one contiguous tensor of any dtype, computed on its device. Raises ShapeError."""
+    return int(checksum_many([tensor])[0])
+
+
+def checksum_many(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """int64 [n] on the tensors' device: the checksum of the bytes of each of n contiguous tensors.
+
+    On a GPU one launch reads them all, and nothing waits for it. Raises ShapeError when a tensor is not contiguous or the tensors are on
+    several devices.
+    """
+    if not tensors:
+        return torch.empty(0, dtype=torch.int64)
+    device = tensors[0].device
+    for i, tensor in enumerate(tensors):
+        if not tensor.is_contiguous():
+            raise ShapeError(
+                f"tensor {i} {list(tensor.shape)} has strides {tensor.stride()}; pass a contiguous one, whose bytes have an order"
+            )
+        if tensor.device != device:
+            raise ShapeError(f"tensor {i} is on {tensor.device}, tensor 0 on {device}; call once per device")
+    counts = torch.tensor([t.numel() * t.element_size() for t in tensors], dtype=torch.int64)
+    if device.type == "cuda":
+        from .triton_checksum import sums_on_device
+
+        sums = sums_on_device(tensors)
+        counts = counts.to(device, non_blocking=True)
+    else:
+        sums = torch.tensor([_sum_of_bytes(t.reshape(-1).view(torch.uint8)) for t in tensors], dtype=torch.int64)
+    return finish(sums, counts)
+
+
+def checksum_rows_from_sums(
+    sums: torch.Tensor, shape: torch.Size | tuple[int, ...], start: int = 0, stop: int | None = None
+) -> torch.Tensor:
+    """int64 [...]: the checksum of rows ``start:stop`` of each matrix ``[..., M, N]`` of one-byte codes, from its tile sums.
+
+    ``sums [..., MB, NB]`` is QuantizedPair.sums and ``shape`` the shape of W; ``start`` and ``stop`` are multiples of 128, or the
+    last row. Equals ``checksum(w[..., start:stop, :].contiguous())`` of each matrix. Raises ShapeError.
+    """
+    rows, columns = shape[-2:]
+    stop = rows if stop is None else stop
+    if tuple(sums.shape) != (*shape[:-2], *grid_of(shape)):
+        raise ShapeError(f"sums must be {[*shape[:-2], *grid_of(shape)]} for W {list(shape)}, found {list(sums.shape)}")
+    if start % BLOCK or not 0 <= start < stop <= rows or (stop % BLOCK and stop != rows):
+        raise ShapeError(f"rows {start}:{stop} of {rows} are not a range of whole blocks of {BLOCK} rows")
+    first, last = start // BLOCK, -(-stop // BLOCK)
+    weights = _tile_weights(last - first, sums.shape[-1], columns, sums.device)
+    return finish((sums[..., first:last, :] * weights).sum((-2, -1)), (stop - start) * columns)
+
+
+def tile_sums(codes: torch.Tensor) -> torch.Tensor:
+    """int64 [MB, NB]: sum of ``byte * A^(r * N + c)`` over each 128x128 tile of uint8 [M, N], r and c counted within the tile."""
+    (rows, columns), (mb, nb) = codes.shape, grid_of(codes.shape)
+    across = powers(BLOCK).to(codes.device).repeat(nb)[:columns]
+    down = powers(BLOCK, columns).to(codes.device)
+    result = torch.empty(mb, nb, dtype=torch.int64, device=codes.device)
+    for i in range(mb):
+        band = codes[i * BLOCK : (i + 1) * BLOCK].to(torch.int64) * across
+        band = (band * down[: band.shape[0], None]).sum(0)
+        result[i] = torch.nn.functional.pad(band, (0, nb * BLOCK - columns)).view(nb, BLOCK).sum(1)
+    return result
+
+
+@functools.lru_cache(maxsize=256)
+def _tile_weights(mb: int, nb: int, columns: int, device: torch.device) -> torch.Tensor:
+    """int64 [mb, nb]: A^(128 * i * N + 128 * j), the place of each tile in the bytes of its matrix."""
+    return (powers(mb, BLOCK * columns)[:, None] * powers(nb, BLOCK)).to(device)
+
+
+@functools.lru_cache(maxsize=1)
+def _row_powers() -> torch.Tensor:
+    return powers(_ROW)
+
+
+def _sum_of_bytes(data: torch.Tensor) -> int:
+    """h of uint8 [n] on a CPU, in steps that hold a few MiB."""
+    total, whole = 0, data.numel() // _ROW * _ROW
+    for start in range(0, whole, _ROW * _STEP):
+        part = data[start : min(start + _ROW * _STEP, whole)].view(-1, _ROW)
+        for i, h in enumerate((part.to(torch.int64) * _row_powers()).sum(1).tolist()):
+            total += h * pow(MULTIPLIER, start + i * _ROW, 1 << 64)
+    if whole < data.numel():
+        tail = data[whole:].to(torch.int64)
+        total += int((tail * _row_powers()[: tail.numel()]).sum()) * pow(MULTIPLIER, whole, 1 << 64)
+    return _signed(total)
+
+
+def _shift(h: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical right shift of int64."""
+    return (h >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    value &= _MASK
+    return value - (1 << 64) if value >> 63 else value

@@ -1,0 +1,143 @@
+"""What a quantizer writes: W, W^T and their dequant scales, as fresh tensors or as views of bigger buffers.
+
+Shapes for a matrix (or a batch of matrices) ``[..., M, N]`` with MB = ceil(M/128), NB = ceil(N/128):
+``w [..., M, N]`` and ``wt [..., N, M]`` in float8_e4m3fn, ``scale [..., MB, NB]`` and ``scale_t [..., NB, MB]`` in float32,
+and, where the checksum is wanted, ``sums [..., MB, NB]`` in int64: the checksum sum of each tile of W (see checksum.py).
+"""
+
+import math
+from dataclasses import dataclass, fields
+from typing import Self
+
+import numpy as np
+import torch
+
+from .errors import DtypeError, ShapeError
+from .recipe import BLOCK
+
+__all__ = ["QuantizedPair", "grid_of", "overlaps"]
+
+_TYPES = {
+    "w": torch.float8_e4m3fn,
+    "wt": torch.float8_e4m3fn,
+    "scale": torch.float32,
+    "scale_t": torch.float32,
+    "sums": torch.int64,
+}
+
+
+def grid_of(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
+    """Blocks per column and per row, (ceil(M/128), ceil(N/128)), of the matrices ``[..., M, N]``."""
+    return -(-shape[-2] // BLOCK), -(-shape[-1] // BLOCK)
+
+
+def overlaps(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """True when some byte belongs to both tensors (or when that is too costly to decide). Pointers are only compared."""
+    if a.device != b.device or a.numel() == 0 or b.numel() == 0:
+        return False
+    try:
+        return np.shares_memory(_ghost(a), _ghost(b), max_work=100_000)
+    except np.exceptions.TooHardError:
+        return True
+
+
+def _ghost(tensor: torch.Tensor) -> np.ndarray:
+    """A numpy array at the tensor's address, device memory included: it is never read, only its extent is asked for."""
+
+    class Interface:
+        __array_interface__ = {  # noqa: RUF012
+            "version": 3,
+            "shape": tuple(tensor.shape),
+            "strides": tuple(step * tensor.element_size() for step in tensor.stride()),
+            "typestr": f"|V{tensor.element_size()}",
+            "data": (tensor.data_ptr(), False),
+        }
+
+    return np.asarray(Interface())
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """True unless, ordered by stride, each dimension steps over everything below it: then no element is written twice."""
+    extent = 1
+    for step, size in sorted(
+        (step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1
+    ):
+        if step < extent:
+            return True
+        extent = step * (size - 1) + extent
+    return False
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class QuantizedPair:
+    """The bytes of one generation of one matrix, or of a batch of them: ``value = code * dequant scale``.
+
+    Making one checks it once: dtypes, shapes, one device, and that no two buffers share a byte (DtypeError, ShapeError).
+    """
+
+    w: torch.Tensor
+    wt: torch.Tensor
+    scale: torch.Tensor
+    scale_t: torch.Tensor
+    sums: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        shape = tuple(self.w.shape)
+        if len(shape) < 2 or math.prod(shape) == 0:
+            raise ShapeError(f"w must be [..., M, N] and not empty, found {list(shape)}")
+        lead, (m, n), (mb, nb) = shape[:-2], shape[-2:], grid_of(shape)
+        expected = {
+            "w": shape,
+            "wt": (*lead, n, m),
+            "scale": (*lead, mb, nb),
+            "scale_t": (*lead, nb, mb),
+            "sums": (*lead, mb, nb),
+        }
+        present = self.present()
+        for name, tensor in present.items():
+            if tensor.dtype != _TYPES[name]:
+                raise DtypeError(f"{name} must be {_TYPES[name]}, found {tensor.dtype}")
+            if tuple(tensor.shape) != expected[name]:
+                raise ShapeError(
+                    f"{name} must be {list(expected[name])} for w {list(shape)}, found {list(tensor.shape)}"
+                )
+            if tensor.device != self.w.device:
+                raise ShapeError(f"{name} must be on {self.w.device} like w, found {tensor.device}")
+            if _overlaps_itself(tensor):
+                raise ShapeError(
+                    f"{name} with strides {tensor.stride()} has elements at one address; give it memory of its own"
+                )
+        names = list(present)
+        for i, first in enumerate(names):
+            for second in names[i + 1 :]:
+                if overlaps(present[first], present[second]):
+                    raise ShapeError(f"{first} and {second} share memory; give each buffer bytes of its own")
+
+    @classmethod
+    def empty(cls, shape: torch.Size | tuple[int, ...], device: torch.device | str, sums: bool = False) -> Self:
+        """Fresh, uninitialised buffers for matrices ``[..., M, N]``; with ``sums``, the checksum's tile sums too."""
+        shape = tuple(shape)
+        if len(shape) < 2 or math.prod(shape) == 0:
+            raise ShapeError(f"a matrix [..., M, N] that is not empty is needed, found {list(shape)}")
+        lead, (m, n), (mb, nb) = shape[:-2], shape[-2:], grid_of(shape)
+
+        def new(tail: tuple[int, int], name: str) -> torch.Tensor:
+            return torch.empty((*lead, *tail), dtype=_TYPES[name], device=device)
+
+        return cls(
+            new((m, n), "w"),
+            new((n, m), "wt"),
+            new((mb, nb), "scale"),
+            new((nb, mb), "scale_t"),
+            new((mb, nb), "sums") if sums else None,
+        )
+
+    def present(self) -> dict[str, torch.Tensor]:
+        """The buffers by name, without ``sums`` where there is none."""
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
+
+    def __getitem__(self, index: int | slice) -> Self:
+        """The pair of one matrix, or of some, of a batch (views)."""
+        if self.w.ndim < 3:
+            raise ShapeError(f"a single matrix {list(self.w.shape)} has no batch dimension to index")
+        return type(self)(**{name: tensor[index] for name, tensor in self.present().items()})
