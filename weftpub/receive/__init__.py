@@ -2,6 +2,19 @@
 talks to.
 """
 
-from weftpub.receive.engine import EngineDescription, EngineSide, parameter_specs
+from weftpub.receive.engine import EngineSide
+from weftpub.receive.receiver import Receiver
+from weftpub.receive.server import ReceiverThread, serve
+from weftpub.receive.views import BoundPlan, ReceiveViews
+from weftpub.wire.description import EngineDescription, parameter_specs
 
-__all__ = ["EngineDescription", "EngineSide", "parameter_specs"]
+__all__ = [
+    "BoundPlan",
+    "EngineDescription",
+    "EngineSide",
+    "ReceiveViews",
+    "Receiver",
+    "ReceiverThread",
+    "parameter_specs",
+    "serve",
+]

@@ -12,9 +12,9 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from weftpub.wire.description import EngineDescription, parameter_specs
+from weftpub.wire.description import EngineDescription
 
-__all__ = ["EngineDescription", "EngineSide", "parameter_specs"]
+__all__ = ["EngineSide"]
 
 
 @runtime_checkable

@@ -25,6 +25,7 @@ class Identity(BaseModel):
         boot: id of the running kernel: equal for processes that share a kernel.
         pid_space: id of the process namespace; process ids mean the same only within one.
         pid, uid: process and user id.
+        started: when the process started, in clock ticks of its kernel: tells a process from a later one with its id.
         gpus: UUIDs of the GPUs that the process can use.
     """
 
@@ -34,6 +35,7 @@ class Identity(BaseModel):
     boot: str = Field(max_length=100)
     pid_space: str = Field(max_length=100)
     pid: int
+    started: int
     uid: int
     gpus: tuple[str, ...] = ()
 
@@ -73,6 +75,7 @@ def local_identity() -> Identity:
         boot=_read("/proc/sys/kernel/random/boot_id"),
         pid_space=_link("/proc/self/ns/pid"),
         pid=os.getpid(),
+        started=_process(os.getpid())[1],
         uid=os.getuid(),
         gpus=gpus,
     )
@@ -85,13 +88,21 @@ def process_alive(peer: Identity, here: Identity) -> bool:
     if not here.same_host(peer) or not here.pid_space or here.pid_space != peer.pid_space:
         return True
     try:
-        state = Path(f"/proc/{peer.pid}/stat").read_text()
+        state, started = _process(peer.pid)
     except FileNotFoundError:
         return False
     except OSError:
         return True
-    # A zombie has ended, it only waits to be reaped. The state letter follows the command's closing parenthesis.
-    return state.rpartition(")")[2].split()[:1] not in (["Z"], ["X"])
+    return state not in ("Z", "X") and started == peer.started  # a zombie has ended, it only waits to be reaped
+
+
+def _process(pid: int) -> tuple[str, int]:
+    """State letter and start time of a process.
+
+    Its command may hold spaces and parentheses; both come after the last one.
+    """
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], int(fields[19])
 
 
 def _read(path: str) -> str:

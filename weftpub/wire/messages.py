@@ -6,6 +6,7 @@ in the order of a publish:
 
     hello      a publisher introduces itself; a later one of the same run replaces an earlier one
     describe   what parameters does this rank have
+    probe      can you open this little buffer: finds out whether a transport works between the two processes
     set_plan   the rank's part of the plan; checked against the live parameters
     pause      stop serving
     begin      a version is coming: its checksums; views are bound to the live parameters
@@ -45,6 +46,7 @@ __all__ = [
     "Hello",
     "PackedLayout",
     "Pause",
+    "Probe",
     "Reply",
     "Request",
     "Resume",
@@ -57,6 +59,7 @@ __all__ = [
     "decode_reply",
     "decode_request",
     "encode",
+    "request_number",
 ]
 
 MAX_MESSAGE_BYTES = 64 << 20
@@ -96,6 +99,13 @@ class Describe(_Request):
     """Ask for the engine rank's description."""
 
     kind: Literal["describe"] = "describe"
+
+
+class Probe(_Request):
+    """Open this offer and let go of it."""
+
+    kind: Literal["probe"] = "probe"
+    offer: Offer
 
 
 class SetPlan(_Request):
@@ -226,7 +236,20 @@ class Bye(_Request):
 
 
 Request = Annotated[
-    Hello | Describe | SetPlan | Pause | Resume | Status | Begin | ChunkMessage | Verify | Commit | Abort | Drop | Bye,
+    Hello
+    | Describe
+    | Probe
+    | SetPlan
+    | Pause
+    | Resume
+    | Status
+    | Begin
+    | ChunkMessage
+    | Verify
+    | Commit
+    | Abort
+    | Drop
+    | Bye,
     Field(discriminator="kind"),
 ]
 
@@ -310,6 +333,12 @@ class Failed(_Reply):
 
 Reply = Annotated[Welcome | Described | Done | Verified | Failed, Field(discriminator="kind")]
 
+
+class _Number(BaseModel):
+    request: int = Field(ge=0)
+
+
+_NUMBER: TypeAdapter[_Number] = TypeAdapter(_Number)
 _REQUEST: TypeAdapter[Request] = TypeAdapter(Request)
 _REPLY: TypeAdapter[Reply] = TypeAdapter(Reply)
 
@@ -327,6 +356,14 @@ def encode(message: BaseModel) -> bytes:
 def decode_request(data: bytes) -> Request:
     """Read a request; ChannelError, with the first fault, if it is not one."""
     return _decode(_REQUEST, data, "request")
+
+
+def request_number(data: bytes) -> int | None:
+    """The request number in data that `decode_request` refused, so that it can be answered; None if there is none."""
+    try:
+        return _NUMBER.validate_json(data[:MAX_MESSAGE_BYTES]).request
+    except ValidationError:
+        return None
 
 
 def decode_reply(data: bytes) -> Reply:

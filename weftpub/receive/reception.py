@@ -1,0 +1,188 @@
+"""One publish on its way into one engine rank: what has arrived, and the copies that put it in place."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from weftpub.errors import ManifestError, StateError
+from weftpub.plan import PieceTable, PlanPart, cut_pieces
+from weftpub.receive.engine import EngineSide
+from weftpub.receive.views import BoundPlan, ReceiveViews, piece_views, require_all
+from weftpub.transport import CopyTable, ReceiveTransport, TransportKind, wait_for_device
+from weftpub.wire.manifest import leaf_hash, manifest_digest, unpack_checksums
+from weftpub.wire.messages import Begin, ChunkMessage, DirectLayout
+
+__all__ = ["CopyPlans", "Reception"]
+
+type Indices = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+_DIRECT_PLANS = 64  # layouts of direct chunks that are remembered; a trainer uses the same few at every publish
+
+
+class CopyPlans:
+    """Copy tables of one plan part, compiled when first needed: layouts only, no tensor.
+
+    Args:
+        part: the plan part.
+        limit: most bytes of a chunk.
+    """
+
+    def __init__(self, part: PlanPart, limit: int) -> None:
+        self.table: PieceTable = cut_pieces(part, limit)
+        self._views = piece_views(self.table)
+        self._packed: dict[tuple[int, int], tuple[Indices, CopyTable]] = {}
+        self._direct: dict[bytes, tuple[Indices, CopyTable]] = {}
+
+    def of(self, chunk: ChunkMessage) -> tuple[Indices, CopyTable]:
+        """The pieces in a chunk and the copies that place them; ManifestError if the chunk is none of this plan's."""
+        if isinstance(chunk.layout, DirectLayout):
+            return self._of_direct(chunk.layout, len(chunk.offers))
+        key = (chunk.sender, chunk.sequence)
+        if key not in self._packed:
+            chunks = self.table.chunks.get(chunk.sender, ())
+            if chunk.sequence >= len(chunks) or len(chunk.offers) != 1:
+                raise ManifestError(
+                    f"sender rank {chunk.sender} has {len(chunks)} packed chunks for this receiver, chunk "
+                    f"{chunk.sequence} with "
+                    f"{len(chunk.offers)} offers is none of them"
+                )
+            planned = chunks[chunk.sequence]
+            copies = CopyTable.compile([self._views[i] for i in planned.pieces], planned.offsets)
+            self._packed[key] = np.array(planned.pieces, dtype=np.int64), copies
+        return self._packed[key]
+
+    def _of_direct(self, layout: DirectLayout, offers: int) -> tuple[Indices, CopyTable]:
+        key = b"|".join((layout.pieces, layout.buffers, layout.offsets))
+        if key in self._direct:
+            return self._direct[key]
+        if any(len(data) % 8 for data in (layout.pieces, layout.buffers, layout.offsets)):
+            raise ManifestError("a direct chunk's lists are 64-bit integers; do both sides run the same release?")
+        pieces, buffers, offsets = (
+            np.frombuffer(data, dtype="<i8") for data in (layout.pieces, layout.buffers, layout.offsets)
+        )
+        if not (len(pieces) == len(buffers) == len(offsets) > 0) or len(np.unique(pieces)) != len(pieces):
+            raise ManifestError(
+                "a direct chunk needs one buffer and one offset for each of its pieces, and each piece once"
+            )
+        count = len(self.table.pieces)
+        if pieces.min() < 0 or pieces.max() >= count or buffers.min() < 0 or buffers.max() >= offers:
+            raise ManifestError(
+                f"a direct chunk names pieces outside the {count} of this receiver, or buffers outside the {offers} "
+                "offered"
+            )
+        copies = CopyTable.compile([self._views[i] for i in pieces.tolist()], offsets.tolist(), buffers.tolist())
+        if len(self._direct) >= _DIRECT_PLANS:
+            self._direct.clear()
+        self._direct[key] = pieces, copies
+        return self._direct[key]
+
+
+class Reception:
+    """One publish into one rank, from begin to verify.
+
+    Args:
+        rank: this receiver rank.
+        begin: the announcement.
+        bound: the checked plan part.
+        plans: its copy tables, for the announced limit.
+        live: the engine's live tensors now: the views are made from them.
+
+    Raises:
+        ManifestError: the announced checksums are not those of this plan, or the digest does not fit them.
+        PlanError: live parameters are no longer those that the plan was checked against.
+
+    Attributes:
+        dirty: whether a byte of the engine's weights may have been written.
+    """
+
+    def __init__(
+        self, rank: int, begin: Begin, bound: BoundPlan, plans: CopyPlans, live: Mapping[str, torch.Tensor]
+    ) -> None:
+        self.version = begin.version
+        self.nonce = begin.nonce
+        self.digest = _checked_digest(rank, begin)
+        self.dirty = False
+        self._plans = plans
+        self._expected = unpack_checksums(begin.checksums, len(plans.table.pieces))
+        self._received = np.zeros(len(plans.table.pieces), dtype=np.bool_)
+        self._next: dict[int, int] = {}
+        self._views: ReceiveViews = bound.bind(plans.table, live)
+
+    @property
+    def pointers(self) -> Mapping[str, int]:
+        """Address of every parameter that was written, as of the last look."""
+        return self._views.pointers
+
+    def require(self, version: int, nonce: str) -> None:
+        """StateError unless a message belongs to this publish."""
+        if (version, nonce) != (self.version, self.nonce):
+            raise StateError(
+                f"version {version} with nonce {nonce[:8]} is stale: the engine receives version {self.version} with "
+                f"nonce {self.nonce[:8]}"
+            )
+
+    def take(self, chunk: ChunkMessage, transports: Mapping[TransportKind, ReceiveTransport]) -> None:
+        """Copy a chunk into the live parameters; on return the copy is done and the sender's memory let go of.
+
+        Raises:
+            ManifestError: the chunk is out of turn, or brings a piece again. Nothing was written.
+            TransportError: an offer cannot be opened. Nothing was written.
+            PlanError: parameters have moved.
+        """
+        due = self._next.get(chunk.sender, 0)
+        if chunk.sequence != due:
+            raise ManifestError(f"chunk {chunk.sequence} of sender rank {chunk.sender} arrived, chunk {due} was due")
+        pieces, copies = self._plans.of(chunk)
+        again = pieces[self._received[pieces]]
+        if len(again):
+            raise ManifestError(
+                f"{self._plans.table.describe(int(again[0]))}: arrived twice; every piece is sent exactly once"
+            )
+        self._views.check_pointers()
+        opened: list[int] = []
+        buffers: list[torch.Tensor] = []
+        try:
+            for index, offer in enumerate(chunk.offers):
+                if offer.transport not in transports:
+                    raise ManifestError(
+                        f"this receiver has no transport {offer.transport}; it has {', '.join(transports)}"
+                    )
+                buffers.append(transports[offer.transport].open(offer))
+                opened.append(index)
+            self.dirty = True
+            self._views.scatter(copies, buffers)
+            wait_for_device(self._views.device)
+        finally:
+            buffers.clear()
+            for index in opened:
+                transports[chunk.offers[index].transport].done(chunk.offers[index])
+        self._received[pieces] = True
+        self._next[chunk.sender] = due + 1
+
+    def verify(self, engine: EngineSide, *, sha256: bool) -> tuple[str, ...]:
+        """Check that all has arrived, let the engine post-process once, and compare checksums of what it will serve.
+
+        Returns:
+            sha256 of every piece if asked for.
+
+        Raises:
+            ManifestError: pieces are missing. ChecksumError: bytes differ.
+        """
+        require_all(self._plans.table, self._received)
+        engine.post_process()
+        self._views.verify(engine.live_tensors(), self._expected)
+        return self._views.sha256() if sha256 else ()
+
+
+def _checked_digest(rank: int, begin: Begin) -> str:
+    if begin.leaves.get(rank) != leaf_hash(begin.checksums):
+        raise ManifestError(
+            f"the manifest of version {begin.version} does not hold the checksums of receiver rank {rank}"
+        )
+    digest = manifest_digest(begin.run_id, begin.version, begin.nonce, begin.plan_digest, begin.limit, begin.leaves)
+    if digest != begin.digest:
+        raise ManifestError(
+            f"the manifest of version {begin.version} has digest {digest[:12]}, announced was {begin.digest[:12]}"
+        )
+    return digest

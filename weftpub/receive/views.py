@@ -1,0 +1,160 @@
+"""The receiver's views of the engine's live parameters: made anew for every publish, checked against the plan, and gone
+after it.
+
+An engine may move its weights between two publishes (an offload frees them and brings them back elsewhere, a `.data`
+swap replaces them). A view that outlived that would write into dead storage, and would keep the dead storage alive. So
+nothing here holds a tensor longer than one publish; what is kept between publishes is layouts only.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from weftpub.errors import ChecksumError, ManifestError, PlanError
+from weftpub.plan import ParameterSpec, PieceTable, PlanPart, ViewSpec, check_views, dtype_name
+from weftpub.plan.views import listing
+from weftpub.transport.regions import CopyTable, FlatTensors, narrow_view, region_checksums, region_sha256
+from weftpub.wire.description import EngineDescription, parameter_specs
+
+__all__ = ["BoundPlan", "ReceiveViews", "require_all"]
+
+
+class BoundPlan:
+    """A plan part together with the layout of the parameters it was checked against. Holds no tensor.
+
+    Args:
+        part: this rank's part of the plan.
+        description: what the engine says about itself now.
+        live: its live tensors now.
+
+    Raises:
+        PlanError: the plan does not fit these parameters.
+    """
+
+    def __init__(self, part: PlanPart, description: EngineDescription, live: Mapping[str, torch.Tensor]) -> None:
+        if part.rank != description.rank:
+            raise PlanError(f"the plan part is for receiver rank {part.rank}, this engine rank is {description.rank}")
+        if part.layout and part.layout != description.layout_digest:
+            raise PlanError(
+                f"receiver rank {part.rank}: its parameters have changed since the plan was made (layout "
+                f"{description.layout_digest[:12]}, planned for "
+                f"{part.layout[:12]}); describe the engine and plan again"
+            )
+        self.part = part
+        self.layout = {spec.name: spec for spec in parameter_specs(live)}
+        differing = [spec.name for spec in description.parameters if self.layout.get(spec.name) != spec]
+        if differing:
+            raise PlanError(
+                f"the engine describes other layouts than its live tensors have: {listing(sorted(differing))}"
+            )
+        check_views(part.destinations, description.layout(), description.exempt)
+        self.names = tuple(dict.fromkeys(destination.view.param for destination in part.destinations))
+
+    def bind(self, table: PieceTable, live: Mapping[str, torch.Tensor]) -> "ReceiveViews":
+        """Views for one publish; PlanError lists the parameters whose layout is no longer the one that was checked."""
+        faults = [
+            f"{name} ({self.layout[name]} planned, {_layout_of(live.get(name))} now)"
+            for name in self.names
+            if not _same_layout(self.layout[name], live.get(name))
+        ]
+        if faults:
+            raise PlanError(
+                f"live parameters have changed since the plan was checked: {listing(faults, 4)}; describe the engine "
+                "and plan again"
+            )
+        return ReceiveViews(self, table, live)
+
+
+class ReceiveViews:
+    """Views of one publish. Made by `BoundPlan.bind`."""
+
+    def __init__(self, bound: BoundPlan, table: PieceTable, live: Mapping[str, torch.Tensor]) -> None:
+        self._bound = bound
+        self._table = table
+        self._live = {name: live[name] for name in bound.names}
+        self._flat = FlatTensors(self._live, bound.names)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self._flat.device
+
+    @property
+    def pointers(self) -> Mapping[str, int]:
+        """Address of every parameter, as of the last bind."""
+        return self._flat.pointers
+
+    @cached_property
+    def pieces(self) -> tuple[ViewSpec, ...]:
+        """Where each piece lies in the parameters."""
+        return piece_views(self._table)
+
+    def scatter(self, table: CopyTable, buffers: Sequence[torch.Tensor]) -> None:
+        """Copy pieces from buffers into the parameters; asynchronous on CUDA."""
+        table.scatter(self._flat, buffers)
+
+    def check_pointers(self) -> None:
+        """PlanError if a parameter has moved since these views were made, by a `.data` swap or a resized storage."""
+        moved = self._flat.moved(self._live)
+        if moved:
+            raise PlanError(
+                f"parameters moved in the middle of a publish: {listing(sorted(moved))}; keep the engine paused until "
+                "it is committed"
+            )
+
+    def verify(self, live: Mapping[str, torch.Tensor], expected: "np.ndarray[tuple[int], np.dtype[np.uint64]]") -> None:
+        """Compute every piece's checksum from the tensors that the engine will serve, wherever post-processing has put
+        them.
+
+        Raises:
+            ChecksumError: bytes differ; names the tensors.
+            PlanError: post-processing gave a parameter another layout.
+        """
+        self._flat = self._bound.bind(self._table, live)._flat
+        found = region_checksums(self._flat, self.pieces, self._table.limit)
+        wrong = np.flatnonzero(found != expected)
+        if len(wrong):
+            names = [
+                f"{self._table.describe(int(i))} (expected {expected[i]:016x}, found {found[i]:016x})" for i in wrong
+            ]
+            raise ChecksumError(
+                f"{len(wrong)} of {len(found)} pieces differ from what was sent: {listing(names, 4)}; publish again"
+            )
+
+    def sha256(self) -> tuple[str, ...]:
+        """sha256 of every piece as it lies in the live parameters."""
+        return tuple(region_sha256(self._flat, self.pieces))
+
+
+def piece_views(table: PieceTable) -> tuple[ViewSpec, ...]:
+    """Where each piece of a receiver's table lies in its parameters."""
+    views: list[ViewSpec] = []
+    for piece in table.pieces:
+        move = table.part.moves[piece.move]
+        view = table.part.destinations[table.part.targets[piece.move]].view
+        start = tuple(a + b for a, b in zip(move.recv_start, piece.start, strict=True))
+        views.append(narrow_view(view, start, piece.shape))
+    return tuple(views)
+
+
+def require_all(table: PieceTable, received: "np.ndarray[tuple[int], np.dtype[np.bool_]]") -> None:
+    """ManifestError that lists the pieces which have not arrived, if any."""
+    absent = np.flatnonzero(~received)
+    if len(absent):
+        names = [table.describe(int(i)) for i in absent]
+        raise ManifestError(f"{len(absent)} of {len(table.pieces)} pieces never arrived: {listing(names)}")
+
+
+def _same_layout(spec: ParameterSpec, tensor: torch.Tensor | None) -> bool:
+    return (
+        tensor is not None
+        and spec.shape == tensor.shape
+        and spec.stride == tensor.stride()
+        and spec.dtype == dtype_name(tensor.dtype)
+    )
+
+
+def _layout_of(tensor: torch.Tensor | None) -> str:
+    return "gone" if tensor is None else f"{tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())}"

@@ -1,0 +1,40 @@
+"""Transports: how one process shows memory to another. In process, host shared memory, CUDA IPC."""
+
+from weftpub.transport.base import ReceiveTransport, SendBuffer, SendTransport, TransportKind
+from weftpub.transport.choose import TransportWish, find_candidates, open_receive_transports, open_send_transport
+from weftpub.transport.cuda_ipc import CudaIpcReceive, CudaIpcSend, export_obstacle
+from weftpub.transport.inprocess import InProcessReceive, InProcessSend
+from weftpub.transport.regions import (
+    CopyTable,
+    FlatTensors,
+    narrow_view,
+    region_checksums,
+    region_sha256,
+    wait_for_device,
+)
+from weftpub.transport.shared_memory import SharedMemoryReceive, SharedMemorySend, sweep_abandoned
+
+__all__ = [
+    "CopyTable",
+    "CudaIpcReceive",
+    "CudaIpcSend",
+    "FlatTensors",
+    "InProcessReceive",
+    "InProcessSend",
+    "ReceiveTransport",
+    "SendBuffer",
+    "SendTransport",
+    "SharedMemoryReceive",
+    "SharedMemorySend",
+    "TransportKind",
+    "TransportWish",
+    "export_obstacle",
+    "find_candidates",
+    "narrow_view",
+    "open_receive_transports",
+    "open_send_transport",
+    "region_checksums",
+    "region_sha256",
+    "sweep_abandoned",
+    "wait_for_device",
+]
