@@ -39,6 +39,9 @@ COMPANION_FILES = (
     "video_preprocessor_config.json",
 )
 
+# transformers 5 writes the second name for what every config class calls by the first.
+_EXPERT_COUNTS = ("num_experts", "num_local_experts")
+
 
 @dataclass(frozen=True)
 class ExportReport:
@@ -152,14 +155,14 @@ def _check_complete(
 ) -> None:
     """Every routed expert that the config promises is there once, with its shape, and none besides."""
     text: Mapping[str, Any] = config.get("text_config") or config
-    hidden, intermediate = int(text["hidden_size"]), int(text["moe_intermediate_size"])
+    hidden, intermediate = _number(text, "hidden_size"), _number(text, "moe_intermediate_size")
     shapes = {"fc1": (intermediate, hidden), "fc2": (hidden, intermediate)}
     promised = {name: shapes[matrix.projection] for matrix, name in _promised(family, text)}
     weights = {name for name, item in items.items() if item.role == "weight"}
     unknown = sorted(weights - set(promised))
     if unknown:
         raise ConfigError(
-            f"{len(unknown)} experts that the config does not know ({text['num_experts']} in each of its "
+            f"{len(unknown)} experts that the config does not know ({_number(text, *_EXPERT_COUNTS)} in each of its "
             f"expert layers): {format_names(unknown)}; a shared expert keeps its own name"
         )
     given = {family.from_checkpoint(name) for name in others}
@@ -171,7 +174,7 @@ def _check_complete(
         raise ConfigError(
             f"{len(missing)} expert tensors that the config promises are missing: {format_names(missing)}"
         )
-    for name in weights:
+    for name in sorted(weights):
         if tuple(items[name].tensor.shape) != promised[name]:
             raise ConfigError(f"{name}: the config says {promised[name]}, found {tuple(items[name].tensor.shape)}")
 
@@ -180,14 +183,21 @@ def _promised(family: ModelFamily, text: Mapping[str, Any]) -> Iterator[tuple[Ex
     """Matrix and canonical weight name of every routed expert, by the rule of transformers' decoder layers."""
     dense: set[int] = set(text.get("mlp_only_layers") or ())
     every = int(text.get("decoder_sparse_step", 1))
-    for layer in range(int(text["num_hidden_layers"])):
+    for layer in range(_number(text, "num_hidden_layers")):
         if layer in dense or (layer + 1) % every:
             continue
-        for expert in range(int(text["num_experts"])):
+        for expert in range(_number(text, *_EXPERT_COUNTS)):
             for projection, parts in family.parts.items():
                 matrix = ExpertMatrix(layer, expert, projection)
                 for part in parts:
                     yield matrix, family.name(matrix, part, "weight")
+
+
+def _number(text: Mapping[str, Any], *keys: str) -> int:
+    value = next((text[key] for key in keys if key in text), None)
+    if not isinstance(value, int):
+        raise ConfigError(f"config has no number under {' or '.join(keys)}, found {value!r}")
+    return value
 
 
 def _check_expected(expected: set[str], found: set[str]) -> None:

@@ -89,11 +89,8 @@ class ShardedWriter:
     @property
     def nbytes(self) -> int:
         """Bytes of all files together, the index included."""
-        return (
-            sum(len(file.header) for file in self._files)
-            + sum(t.nbytes for t in self._tensors.values())
-            + len(self._index())
-        )
+        index = len(self._index()) if len(self._files) > 1 else 0
+        return sum(len(file.header) for file in self._files) + sum(t.nbytes for t in self._tensors.values()) + index
 
     @property
     def file_of(self) -> dict[str, str]:

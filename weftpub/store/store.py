@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from weftpub.allocator import Allocator, TorchAllocator
-from weftpub.canonical import FAMILIES, CanonicalTensor, ModelFamily
+from weftpub.canonical import FAMILIES, CanonicalTensor, ModelFamily, Projection
 from weftpub.device import resolve_device
 from weftpub.errors import ConfigError, GenerationError
 from weftpub.masters import ExpertMatrix, format_names
@@ -26,11 +26,11 @@ from weftpub.store.change import ChangeMeter
 from weftpub.store.checks import check_master, check_saved, compare_checksums
 from weftpub.store.encode import make_encoder
 from weftpub.store.guard import GenerationGuard, StoreState
-from weftpub.store.layout import CanonicalEntry, Format, LayerStore, MatrixView, StoreLayout, Wt
+from weftpub.store.layout import BUFFERS, CanonicalEntry, Format, LayerStore, MatrixView, StoreLayout, Wt
 from weftpub.store.ledger import PARTS, Ledger
 from weftpub.store.memory import StoreMemory
 from weftpub.store.report import SealReport, Step, StoreWriter
-from weftpub.store.sums import canonical_checksums
+from weftpub.store.sums import fused_checksums, read_checksums
 
 __all__ = ["ExpertStore"]
 
@@ -94,7 +94,6 @@ class ExpertStore:
         self._meter = ChangeMeter(largest, self.device, memory) if measure_change else None
         self._comparable = False  # whether the bytes about to be overwritten are a generation
         self._written = np.zeros(len(self._index), dtype=np.bool_)
-        self._sums: dict[int, torch.Tensor] = {}  # matrix index to the checksum's tile sums that its kernel left
         self._checksums: Mapping[str, int] = MappingProxyType({})
         self._shared_wt_of: tuple[int, int] | None = None  # layer position and generation in the shared W^T buffers
         self._host_copy = False
@@ -148,7 +147,6 @@ class ExpertStore:
         self._guard.begin(generation, timeout)
         self._comparable = self._ledger.generation("w", 0) is not None
         self._written[:] = False
-        self._sums.clear()
         self._encoder.reset()
         if self._meter is not None:
             self._meter.reset()
@@ -404,9 +402,7 @@ class ExpertStore:
         meter, published = self._meter if self._comparable else None, self._published(index)
         if meter is not None:
             meter.keep(published)
-        sums = self._encoder.write(index, master, self._memory.matrix(index))
-        if sums is not None:
-            self._sums[index] = sums
+        self._encoder.write(index, master, self._memory.matrix(index))
         if meter is not None:
             meter.count(published)
         self._shared_wt_of = None  # the encoder wrote W^T too, into the shared buffers where they are shared
@@ -437,11 +433,14 @@ class ExpertStore:
     def _report(self, generation: int) -> SealReport:
         total = sum(item.tensor.nbytes for item in self._canonical)
         changed = None if self._meter is None else self._meter.total() if self._comparable else total
-        return SealReport(generation, len(self._index), changed, total, self._compute_checksums(self._sums))
+        sums: dict[Projection, torch.Tensor] = {
+            p: tiles for p in BUFFERS if (tiles := self._encoder.tile_sums(p)) is not None
+        }
+        checksums = fused_checksums(self.layout, self._canonical, sums)
+        return SealReport(generation, len(self._index), changed, total, MappingProxyType(checksums))
 
-    def _compute_checksums(self, sums: Mapping[int, torch.Tensor] | None = None) -> Mapping[str, int]:
-        by_matrix = {self.layout.matrices[index].name: tiles for index, tiles in (sums or {}).items()}
-        return MappingProxyType(canonical_checksums(self._entries, self._canonical, by_matrix, self.layout))
+    def _compute_checksums(self) -> Mapping[str, int]:
+        return MappingProxyType(read_checksums(self._canonical))
 
     def _position(self, layer: int) -> int:
         if layer not in self.layout.layers:

@@ -1,24 +1,36 @@
-"""64-bit checksums of canonical tensors, from the quantizer's tile sums where it left them, else by reading the bytes
-once.
+"""64-bit checksums of canonical tensors: weights from the tile sums that the quantizer left, without reading a byte
+again.
 """
 
 from collections.abc import Mapping, Sequence
 
 import torch
 
-from weftpub.canonical import CanonicalTensor
-from weftpub.store.layout import CanonicalEntry, StoreLayout
-from weftpub_kernels import checksum_many
+from weftpub.canonical import CanonicalTensor, Projection
+from weftpub.store.layout import StoreLayout
+from weftpub_kernels import checksum_many, checksum_rows_from_sums
 
-__all__ = ["canonical_checksums"]
+__all__ = ["fused_checksums", "read_checksums"]
 
 
-def canonical_checksums(
-    entries: Sequence[CanonicalEntry],
-    tensors: Sequence[CanonicalTensor],
-    sums: Mapping[str, torch.Tensor],
-    layout: StoreLayout,
-) -> dict[str, int]:
-    """Canonical name to checksum of the tensor's bytes, as an unsigned 64-bit number."""
+def read_checksums(tensors: Sequence[CanonicalTensor]) -> dict[str, int]:
+    """Canonical name to checksum (signed 64-bit, as `weftpub_kernels.checksum`), by reading every byte once."""
     values = checksum_many([item.tensor for item in tensors]).tolist()
-    return {item.name: value % 2**64 for item, value in zip(tensors, values, strict=True)}
+    return {item.name: value for item, value in zip(tensors, values, strict=True)}
+
+
+def fused_checksums(
+    layout: StoreLayout, tensors: Sequence[CanonicalTensor], sums: Mapping[Projection, torch.Tensor]
+) -> dict[str, int]:
+    """The same, weights from their tile sums ``[layers * experts, M/128, N/128]`` and only the scales read."""
+    weights: dict[str, int] = {}
+    for projection, tiles in sums.items():
+        matrices = [matrix for matrix in layout.matrices if matrix.projection == projection]
+        shape = (len(matrices), *layout.shape(projection))
+        for part in layout.family.parts[projection]:
+            rows = layout.family.rows(matrices[0], part, shape[1])
+            values = checksum_rows_from_sums(tiles, shape, rows.start, rows.stop).tolist()
+            names = [layout.family.name(matrix, part, "weight") for matrix in matrices]
+            weights.update(zip(names, values, strict=True))
+    found = weights | read_checksums([item for item in tensors if item.name not in weights])
+    return {item.name: found[item.name] for item in tensors}
