@@ -1,6 +1,6 @@
 """One of Megatron's inner optimizers with its numbers in host memory: units, masters, and the core that updates them in slots."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ class StagedChild:
         for name, (unit, _) in self._pieces.items():
             unit.masters.append(self.masters[name])
         self.report: StepReport | None = None
+        self.snapshot: Callable[[], bool] = _never
         self._core: StagedOptimizer[Any] | None = None
 
     @property
@@ -104,13 +105,13 @@ class StagedInner:
     state_keys: Mapping[str, str] = {}
     step_in_state: bool = False
 
-    def adopt(self, child: StagedChild, snapshot: Callable[[], bool]) -> None:
+    def adopt(self, child: StagedChild) -> None:
         """Take a child's host memory as this optimizer's state."""
         self.staged, self.awaiting = child, False
         state: Any = self.state  # type: ignore[attr-defined]
         state.clear()
         for unit in child.units:
-            state[unit.key] = HostState(unit, dict(self.state_keys), step=self.step_in_state, snapshot=snapshot)
+            state[unit.key] = HostState(unit, dict(self.state_keys), step=self.step_in_state, snapshot=child.snapshot)
 
     def abandon(self) -> None:
         """Let the child go; state and groups are the caller's to fill."""
@@ -155,7 +156,5 @@ def _piece_writer(writer: Writer, unit: Unit, flat: slice) -> Writer:
     return write
 
 
-def iterate_units(children: Sequence[StagedChild]) -> Iterator[Unit]:
-    """Every unit of several children."""
-    for child in children:
-        yield from child.units
+def _never() -> bool:
+    return False

@@ -1,0 +1,424 @@
+"""`attach`: a Megatron trainer whose routed experts are a store's bytes, until `close`.
+
+    prepared = prepare(model, variant="fp8")
+    ddp = DistributedDataParallel(config, ddp_config, model)
+    optimizer = get_megatron_optimizer(optimizer_config, [ddp])
+    attachment = attach(ddp, optimizer)
+    ...  # train as ever; every optimizer.step() writes the next generation
+    attachment.close()
+
+The order inside a step: Megatron reduces, unscales and clips gradients; all of them are checked to be finite; the generation is begun, which waits
+for publishes and checkpoints that still read; each inner optimizer moves its masters through the slots, where the writer quantizes
+them; the generation is sealed. Gradient norm, clipping, decay and schedules are Megatron's own code on Megatron's own tensors.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weftpub.canonical import FAMILIES, CanonicalTensor
+from weftpub.errors import ConfigError, NonFiniteGradientError, StateError
+from weftpub.optim import StepReport, gradient_norms
+from weftpub.staging import SlotPool, StagingPipeline, Writer
+from weftpub.store import ExpertStore, SealReport
+from weftpub.store.guard import GenerationGuard
+from weftpub_adapters.megatron.attached.binding import Binding, bind
+from weftpub_adapters.megatron.attached.buffers import ExpertMemory, ParameterMemory
+from weftpub_adapters.megatron.attached.child import StagedChild
+from weftpub_adapters.megatron.attached.forward import ExpertForward, connect_experts
+from weftpub_adapters.megatron.attached.marks import set_mark
+from weftpub_adapters.megatron.attached.offload import OffloadTags
+from weftpub_adapters.megatron.attached.prepare import Prepared, prepared_of, set_own_buffer
+from weftpub_adapters.megatron.attached.refusals import check_optimizer_config, check_parallel, check_wrapper_config
+from weftpub_adapters.megatron.attached.selection import ExpertLayer, ExpertParameter, chunks_of
+from weftpub_adapters.megatron.attached.variants import AttachSettings
+
+__all__ = ["Attachment", "PublishedTensor", "StepSummary", "attach"]
+
+
+@dataclass(frozen=True)
+class PublishedTensor:
+    """One published expert tensor: canonical name, dtype, shape and role, without its bytes."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    role: str
+
+
+@dataclass(frozen=True)
+class StepSummary:
+    """What the last optimizer step did.
+
+    Attributes:
+        generation: the generation that it wrote.
+        reports: of each inner optimizer.
+        seal: of the store; None without one.
+    """
+
+    generation: int
+    reports: tuple[StepReport, ...]
+    seal: SealReport | None
+
+    @property
+    def changed_share(self) -> float | None:
+        """Share of the published expert bytes that the step changed; None for the bf16 variant or if not measured."""
+        return None if self.seal is None else self.seal.changed_share
+
+
+def attach(ddp_model: Any, optimizer: Any, *, prepared: Prepared | None = None) -> "Attachment":
+    """Put a store behind a prepared, wrapped model and its optimizer.
+
+    Args:
+        ddp_model: Megatron's DistributedDataParallel around the prepared model, or a list of them.
+        optimizer: what `get_megatron_optimizer` returned for it, before its first step.
+        prepared: what `prepare` returned; by default found on the parameters. Needed for the baseline variant, which marks none.
+
+    Raises:
+        ConfigError: a setting is refused by name, or model and optimizer were not built in the order above. Nothing is changed.
+    """
+    ddps = chunks_of(ddp_model)
+    prepared = prepared if prepared is not None else prepared_of(ddps)
+    settings = prepared.settings
+    if not settings.staged:
+        return Attachment(prepared, ddps, optimizer, [], None, None)
+    for ddp in ddps:
+        if not hasattr(ddp, "ddp_config"):
+            raise ConfigError(f"attach needs DistributedDataParallel models, found {type(ddp).__name__}; wrap the prepared model first")
+        check_wrapper_config(ddp.ddp_config, settings)
+    check_optimizer_config(optimizer.config, settings)
+    check_parallel(prepared.layers, settings)
+    bindings = bind(optimizer)
+    memory = ExpertMemory(ddps, [item.parameter for item in _items(prepared.layers)]) if settings.variant == "fp8" else None
+    attachment = Attachment(prepared, ddps, optimizer, bindings, memory, _make_store(prepared) if memory is not None else None)
+    attachment.open()
+    return attachment
+
+
+class Attachment(OffloadTags):
+    """The bond between a Megatron trainer and weftpub. Made by `attach`."""
+
+    def __init__(
+        self, prepared: Prepared, ddps: tuple[Any, ...], optimizer: Any, bindings: list[Binding], memory: ExpertMemory | None, store: ExpertStore | None
+    ) -> None:
+        self.settings: AttachSettings = prepared.settings
+        self.layers: tuple[ExpertLayer, ...] = prepared.layers
+        self.dispatcher = prepared.dispatcher
+        self.store = store
+        self.last_step: StepSummary | None = None
+        self._ddps = ddps
+        self._optimizer = optimizer
+        self._bindings = bindings
+        self._memory = memory
+        self._guard = GenerationGuard("attached BF16 experts", self.settings.lease_timeout)
+        self._forwards: list[ExpertForward] = []
+        self._children: list[StagedChild] = []
+        self._inner_step: Any = None
+        self._snapshot = False
+        self._open = False
+        self._generation = -1
+        super().__init__(ParameterMemory(ddps, [item.parameter for item in _items(self.layers)] if memory is not None else []))
+
+    # What it is.
+
+    @property
+    def variant(self) -> str:
+        """ "baseline", "bf16" or "fp8"."""
+        return self.settings.variant
+
+    @property
+    def attached(self) -> bool:
+        """Whether it is open. A baseline attachment never is: there is nothing to detach."""
+        return self._open
+
+    @property
+    def generation(self) -> int:
+        """Last sealed generation; 0 after `attach`, one more with every step."""
+        self._require_open("generation")
+        return self._generation
+
+    @property
+    def expert_storage_bytes(self) -> int:
+        """Bytes of BF16 memory that the expert parameters own, flat buffers included: 0 while the fp8 variant is attached."""
+        if self._memory is not None:
+            return self._memory.nbytes
+        storages = {item.parameter.untyped_storage()._cdata: item.parameter.untyped_storage() for item in _items(self.layers)}
+        return sum(storage.nbytes() for storage in storages.values())
+
+    @property
+    def placeholders(self) -> dict[str, torch.nn.Parameter]:
+        """Expert matrix name to its registered parameter."""
+        return {item.matrix.name: item.parameter for item in _items(self.layers)}
+
+    def masters(self) -> dict[str, torch.Tensor]:
+        """Parameter or expert matrix name to its FP32 master in host memory: a view, or a joined copy for one kept in row blocks."""
+        self._require_open("masters")
+        return {unit.name: unit.read("weight", unit.shape) for child in self._children for unit in child.units}
+
+    def metadata(self) -> list[PublishedTensor]:
+        """Canonical expert tensors of this rank, without bytes."""
+        self._require_open("metadata")
+        if self.store is not None:
+            return [PublishedTensor(e.name, e.dtype, e.shape, e.role) for e in self.store.entries()]
+        return [PublishedTensor(c.name, c.tensor.dtype, tuple(c.tensor.shape), c.role) for c in self._bf16_canonical()]
+
+    def canonical(self) -> Iterator[CanonicalTensor]:
+        """Canonical expert tensors of the sealed generation as views; hold `reading` while they are used."""
+        self._require_open("canonical")
+        return self.store.canonical() if self.store is not None else self._bf16_canonical()
+
+    @contextmanager
+    def reading(self, purpose: str = "reader", timeout: float | None = None) -> Iterator[int]:
+        """Hold the sealed generation: the next step waits for the block to end, and yields its number.
+
+        Raises:
+            StateError, TornError, DeadlineError: as `ExpertStore.reading`.
+        """
+        self._require_open("reading")
+        if self.store is not None:
+            with self.store.reading(purpose=purpose, timeout=timeout) as held:
+                yield held
+        else:
+            with self._guard.reading(purpose, None, timeout) as held:
+                yield held
+
+    # Opening and closing.
+
+    def open(self) -> None:
+        """Build masters and slots, write generation 0, connect the experts and release their memory. `attach` calls this."""
+        slot = self.settings.slot_numel if self.settings.slot_numel is not None else self._largest_whole()
+        self._children = [binding.make_child(slot) for binding in self._bindings]
+        for child in self._children:
+            child.snapshot = lambda: self._snapshot
+        try:
+            self.open_slots()
+            for binding, child in zip(self._bindings, self._children, strict=True):
+                binding.part.optimizer.adopt(child)
+            with self._writing(0):
+                self._write_all()
+            if self.store is not None:
+                self._forwards = connect_experts(self.layers, self.store, self.settings)
+                self._refresh()
+        except BaseException:
+            for binding in self._bindings:
+                binding.part.optimizer.staged, binding.part.optimizer.awaiting = None, True
+            raise
+        if self._memory is not None:
+            self._memory.release()
+        set_own_buffer(self.layers, False)
+        self._inner_step = self._optimizer.step_with_ready_grads
+        self._optimizer.step_with_ready_grads = self._step
+        self._open = True
+
+    @torch.no_grad()
+    def close(self) -> None:
+        """Detach: BF16 weights and GPU masters from the host masters, Megatron's own optimizers with the same state.
+
+        Raises:
+            StateError: closed before, or something is offloaded. DeadlineError: a publish or checkpoint still reads.
+        """
+        if not self.settings.staged:
+            return
+        self._require_open("close")
+        self.require_loaded("close")
+        with self.reading("close"):
+            pass
+        if self._memory is not None:
+            self._memory.restore()
+            self._fill_parameters()
+        for forward in self._forwards:
+            forward.disconnect()
+        for child in self._children:
+            child.shut()
+        for binding in self._bindings:
+            binding.close()
+        del self._optimizer.step_with_ready_grads
+        for ddp in self._ddps:
+            for parameter in ddp.parameters():
+                set_mark(parameter, None)
+        self._open, self._forwards, self._children = False, [], []
+
+    # A step.
+
+    @torch.no_grad()
+    def _step(self) -> bool:
+        """Stands for the optimizer's `step_with_ready_grads`: norms and clipping are done, nothing is written yet."""
+        self._require_open("a step")
+        self.require_loaded("a step")
+        self._check_gradients()
+        with self._writing(self._generation + 1) as seal:
+            success = bool(self._inner_step())
+        reports = tuple(child.report for child in self._children if child.report is not None)
+        if any(report.none_changed for report in reports):
+            raise StateError(
+                "the step changed not one byte of its masters although learning rates and gradients are not zero; "
+                "the updates are lost on their way, or the learning rate is below FP32's resolution"
+            )
+        self._refresh()
+        self.last_step = StepSummary(self._generation, reports, seal.get("report"))
+        return success
+
+    def _check_gradients(self) -> None:
+        """NonFiniteGradientError on every rank, before the first write, if any rank has a NaN or Inf."""
+        found: NonFiniteGradientError | None = None
+        gradients: dict[str, torch.Tensor] = {}
+        for child in self._children:
+            gradients.update(child.gradients())
+        try:
+            gradient_norms(gradients)
+        except NonFiniteGradientError as error:
+            found = error
+        if torch.distributed.get_world_size() > 1:
+            flag = torch.tensor([float(found is not None)], device=self.device)
+            torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
+            if found is None and flag.item():
+                found = NonFiniteGradientError("another rank has a gradient that is not finite; nothing was changed on any rank")
+        if found is not None:
+            raise found
+
+    @contextmanager
+    def _writing(self, generation: int) -> Iterator[dict[str, SealReport]]:
+        """One generation; if it fails half-way, store and masters are torn."""
+        outcome: dict[str, SealReport] = {}
+        if self.store is not None:
+            with self.store.writing(generation, on_torn=self._tear_masters) as step:
+                yield outcome
+            outcome["report"] = step.report
+        else:
+            self._guard.begin(generation)
+            try:
+                yield outcome
+            except BaseException as error:
+                self._guard.tear(f"generation {generation} failed half-way: {error}")
+                self._tear_masters(self._guard.torn_reason)
+                raise
+            self._guard.seal()
+        self._generation = generation
+
+    def rewrite(self) -> None:
+        """Write a new generation from the masters as they are, such as after a checkpoint was loaded."""
+        self._require_open("rewrite")
+        self.require_loaded("rewrite")
+        with self._writing(self._generation + 1):
+            self._write_all()
+        self._refresh()
+
+    def _write_all(self) -> None:
+        for child in self._children:
+            child.write_all()
+
+    def _refresh(self) -> None:
+        for forward in self._forwards:
+            forward.refresh()
+
+    def _tear_masters(self, reason: str) -> None:
+        for child in self._children:
+            child.masters.mark_torn(reason)
+
+    # Slots.
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters live."""
+        return next(iter(_items(self.layers))).parameter.device
+
+    def open_slots(self) -> None:
+        """Allocate the staging slots and join them with the masters.
+
+        Raises:
+            ConfigError: a matrix fits no slot; names the size to set.
+        """
+        numel = self.settings.slot_numel if self.settings.slot_numel is not None else self._largest_whole()
+        tensors = 1 + max(len(child.masters.states) for child in self._children)
+        numel = max(numel, 1)
+        pool = SlotPool(self.device, self.settings.slots, numel=numel, tensors_per_slot=tensors)
+        pipeline = StagingPipeline(pool.device, pool)
+        for binding, child in zip(self._bindings, self._children, strict=True):
+            child.open(pipeline, binding.core, {unit.name: self._writer(unit) for unit in child.units})
+
+    def close_slots(self) -> None:
+        """Free the staging slots; the next step needs them again."""
+        for child in self._children:
+            child.shut()
+
+    def _largest_whole(self) -> int:
+        """Elements of the largest matrix that must not be cut: every expert, and everything that Muon updates."""
+        whole = [unit.key.numel() for binding in self._bindings for unit in binding.units if unit.expert is not None or not binding.splits]
+        rows = [unit.key.numel() // unit.shape[0] for binding in self._bindings for unit in binding.units if len(unit.shape) > 1]
+        return max([*whole, *rows, 1])
+
+    def _writer(self, unit: Any) -> Writer:
+        if self.store is not None and unit.expert is not None:
+            return self.store.writer()
+        target = unit.target.detach()
+
+        def write(name: str, matrix: torch.Tensor) -> None:
+            target.view(-1).copy_(matrix.reshape(-1), non_blocking=True)
+
+        return write
+
+    # BF16 weights.
+
+    @torch.no_grad()
+    def _fill_parameters(self) -> None:
+        """Round the experts' masters into their parameters, which own memory again."""
+        for child in self._children:
+            for unit in child.units:
+                if unit.expert is not None:
+                    unit.target.detach().view(-1).copy_(unit.read("weight").reshape(-1))
+
+    @contextmanager
+    def materialized(self) -> Iterator[None]:
+        """Inside, every expert parameter owns BF16 memory filled from its master, for code that reads parameters; forward still reads the store."""
+        self._require_open("materialized")
+        if self._memory is None:
+            yield
+            return
+        self._memory.fill()
+        try:
+            self._fill_parameters()
+            yield
+        finally:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self._memory.free()
+
+    def _bf16_canonical(self) -> Iterator[CanonicalTensor]:
+        family = FAMILIES["Qwen3MoeForCausalLM"]
+        for item in _items(self.layers):
+            weight = item.parameter.detach()
+            for part in family.parts[item.matrix.projection]:
+                rows = family.rows(item.matrix, part, weight.shape[0])
+                yield CanonicalTensor(family.name(item.matrix, part, "weight"), weight[rows], "weight")
+
+    def _require_open(self, action: str) -> None:
+        if not self._open:
+            raise StateError(f"{action}: this attachment is not open (variant {self.variant!r}); prepare and attach a model")
+
+
+def _items(layers: tuple[ExpertLayer, ...]) -> Iterator[ExpertParameter]:
+    for layer in layers:
+        yield from layer.parameters
+
+
+def _make_store(prepared: Prepared) -> ExpertStore:
+    shapes: Mapping[str, torch.Size] = {item.matrix.projection: item.parameter.shape for item in _items(prepared.layers)}
+    hidden, intermediate = shapes["fc2"]
+    for item in _items(prepared.layers):
+        if item.parameter.shape != shapes[item.matrix.projection]:
+            raise ConfigError(f"{item.matrix.name} is {list(item.parameter.shape)}, others are {list(shapes[item.matrix.projection])}; experts must be alike")
+    return ExpertStore(
+        [layer.layer for layer in prepared.layers],
+        prepared.layers[0].experts,
+        hidden,
+        intermediate,
+        preset=prepared.settings.preset,
+        device=next(iter(_items(prepared.layers))).parameter.device,
+        measure_change=prepared.settings.measure_change,
+        lease_timeout=prepared.settings.lease_timeout,
+        name="attached experts",
+    )
+
