@@ -123,7 +123,9 @@ def muon_update_(
     update = newton_schulz(
         direction, steps=h.num_ns_steps, coefficients=h.coefficient_type, precision=h.fp32_matmul_prec
     )
-    update = update * scale_factor(weight.size(0), weight.size(1), h.scale_mode) * h.extra_scale_factor
+    update = update * scale_factor(weight.size(0), weight.size(1), h.scale_mode)
+    if h.extra_scale_factor != 1.0:
+        update = update * h.extra_scale_factor
     weight.add_(update, alpha=-lr)
 
 

@@ -115,12 +115,12 @@ def newton_schulz(
     tall = matrix.size(0) > matrix.size(1)
     x = matrix.mT if tall else matrix
     # The Frobenius norm bounds the spectral norm, which the iteration needs to be at most one.
-    x = torch.nn.functional.normalize(x, p=2.0, dim=(-2, -1), eps=_EPS)  # pyright: ignore[reportArgumentType]
+    x = x / torch.linalg.vector_norm(x, 2.0, dim=(-2, -1), keepdim=True).clamp_min_(_EPS)
     with _matmul_precision(precision):
         if precision == "medium":
             x = x.to(torch.bfloat16)
         for a, b, c in COEFFICIENTS[coefficients].take(steps):
-            gram = x @ x.mT
+            gram = torch.mm(x, x.t())
             polynomial = torch.addmm(gram, gram, gram, alpha=c, beta=b)
             x = torch.addmm(x, polynomial, x, alpha=1.0, beta=a)
     x = x.to(torch.float32)

@@ -62,7 +62,8 @@ def check_results(device: torch.device, shape: tuple[int, int], slots: Sequence[
     done: list[str] = []
     for load in _STATES:
         for count in slots:
-            masters, optimizer, seen = _build(load, device, shape, 2 * count + 1, count)
+            masters = _masters(load, device, shape, 2 * count + 1)
+            optimizer, seen = _optimizer(load, masters, device, count)
             expected = {
                 name: {key: t.to(device, copy=True) for key, t in m.tensors().items()} for name, m in masters.items()
             }
@@ -114,10 +115,10 @@ def measure_ceilings(device: torch.device, repeat: int) -> dict[str, float]:
 
 
 def measure_load(
-    load: str, device: torch.device, shape: tuple[int, int], matrices: int, slots: int, repeat: int, ceiling: float
+    load: str, masters: MasterSet, device: torch.device, slots: int, repeat: int, ceiling: float
 ) -> Measurement:
     """Median over ``repeat`` steps, after one that warms up."""
-    masters, optimizer, _ = _build(load, device, shape, matrices, slots)
+    optimizer, _ = _optimizer(load, masters, device, slots)
     grads = _gradients(masters, device, seed=0)
     optimizer.step(grads)
     seconds = statistics.median(_timed(lambda: optimizer.step(grads)) for _ in range(repeat))
@@ -174,30 +175,35 @@ def _measure(
     print("pinned copies, GB/s: " + ", ".join(f"{kind} {value:.1f}" for kind, value in ceilings.items()))
     rows: list[Measurement] = []
     for load in _STATES:
+        masters = _masters(load, device, shape, matrices)
         for count in slots:
-            row = measure_load(load, device, shape, matrices, count, repeat, ceilings["duplex"])
+            row = measure_load(load, masters, device, count, repeat, ceilings["duplex"])
             rows.append(row)
             print(f"{load:6} {count} slots {row.seconds * 1e3:8.1f} ms {row.gb_s:6.1f} GB/s {row.share:.3f} of duplex")
     return describe_machine(device) | {"ceilings_gb_s": ceilings, "steps": [asdict(row) for row in rows]}
 
 
-def _build(
-    load: str, device: torch.device, shape: tuple[int, int], matrices: int, slots: int
-) -> tuple[MasterSet, StagedOptimizer[Any], dict[str, torch.Tensor]]:
-    """Random masters, their optimizer, and a writer that copies each matrix out, as a store does."""
+def _masters(load: str, device: torch.device, shape: tuple[int, int], matrices: int) -> MasterSet:
+    """Random masters, drawn on the device: a host would take longer than all measurements."""
     masters = MasterSet({f"matrix.{i}": shape for i in range(matrices)}, _STATES[load])
-    generator = torch.Generator().manual_seed(0)
-    for master in masters.values():
-        master.weight.normal_(0.0, 0.02, generator=generator)
-    written = {name: torch.empty(shape, device=device) for name in masters}
+    for name, values in _gradients(masters, device, seed=99).items():
+        masters[name].weight.copy_(values.mul_(0.02))
+    return masters
+
+
+def _optimizer(
+    load: str, masters: MasterSet, device: torch.device, slots: int
+) -> tuple[StagedOptimizer[Any], dict[str, torch.Tensor]]:
+    """The optimizer, and where its writer copies each matrix, as a store does."""
+    written = {name: torch.empty(master.layout.shape, device=device) for name, master in masters.items()}
 
     def write(name: str, matrix: torch.Tensor) -> None:
         written[name].copy_(matrix)
 
     pipeline = StagingPipeline.for_masters(masters, device, slots=slots)
     if load == "muon":
-        return masters, StagedMuon(masters, pipeline, write, MuonHyperparameters(lr=0.02)), written
-    return masters, StagedAdamW(masters, pipeline, write, AdamWHyperparameters(lr=1e-3)), written
+        return StagedMuon(masters, pipeline, write, MuonHyperparameters(lr=0.02)), written
+    return StagedAdamW(masters, pipeline, write, AdamWHyperparameters(lr=1e-3)), written
 
 
 def _gradients(masters: MasterSet, device: torch.device, seed: int) -> dict[str, torch.Tensor]:
