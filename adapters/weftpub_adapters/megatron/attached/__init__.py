@@ -1,6 +1,7 @@
 """The adapter on a real Megatron trainer: DistributedDataParallel, Megatron's optimizers, TransformerEngine.
 
-`prepare` before the model is wrapped, `attach` after its optimizer is built, `Attachment.close` to leave. Importing this package does not
+`prepare` before the model is wrapped, `attach` after its optimizer is built, `Attachment.close` to leave. Importing
+this package does not
 import Megatron.
 """
 

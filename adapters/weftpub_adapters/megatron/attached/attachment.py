@@ -7,9 +7,12 @@
     ...  # train as ever; every optimizer.step() writes the next generation
     attachment.close()
 
-The order inside a step: Megatron reduces, unscales and clips gradients; all of them are checked to be finite; the generation is begun, which waits
-for publishes and checkpoints that still read; each inner optimizer moves its masters through the slots, where the writer quantizes
-them; the generation is sealed. Gradient norm, clipping, decay and schedules are Megatron's own code on Megatron's own tensors.
+The order inside a step: Megatron reduces, unscales and clips gradients; all of them are checked to be finite; the
+generation is begun, which waits
+for publishes and checkpoints that still read; each inner optimizer moves its masters through the slots, where the
+writer quantizes
+them; the generation is sealed. Gradient norm, clipping, decay and schedules are Megatron's own code on Megatron's own
+tensors.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,10 +26,11 @@ from weftpub.canonical import FAMILIES, CanonicalTensor
 from weftpub.errors import ConfigError, NonFiniteGradientError, StateError
 from weftpub.optim import StepReport, gradient_norms
 from weftpub.staging import SlotPool, StagingPipeline, Writer
-from weftpub.store import ExpertStore, SealReport
+from weftpub.store import ExpertStore, SealReport, StoreState
 from weftpub.store.guard import GenerationGuard
 from weftpub_adapters.megatron.attached.binding import Binding, bind
 from weftpub_adapters.megatron.attached.buffers import ExpertMemory, ParameterMemory
+from weftpub_adapters.megatron.attached.checkpointing import Checkpointing
 from weftpub_adapters.megatron.attached.child import StagedChild
 from weftpub_adapters.megatron.attached.forward import ExpertForward, connect_experts
 from weftpub_adapters.megatron.attached.marks import set_mark
@@ -75,10 +79,12 @@ def attach(ddp_model: Any, optimizer: Any, *, prepared: Prepared | None = None) 
     Args:
         ddp_model: Megatron's DistributedDataParallel around the prepared model, or a list of them.
         optimizer: what `get_megatron_optimizer` returned for it, before its first step.
-        prepared: what `prepare` returned; by default found on the parameters. Needed for the baseline variant, which marks none.
+        prepared: what `prepare` returned; by default found on the parameters. Needed for the baseline variant, which
+            marks none.
 
     Raises:
-        ConfigError: a setting is refused by name, or model and optimizer were not built in the order above. Nothing is changed.
+        ConfigError: a setting is refused by name, or model and optimizer were not built in the order above. Nothing
+            is changed.
     """
     ddps = chunks_of(ddp_model)
     prepared = prepared if prepared is not None else prepared_of(ddps)
@@ -87,22 +93,35 @@ def attach(ddp_model: Any, optimizer: Any, *, prepared: Prepared | None = None) 
         return Attachment(prepared, ddps, optimizer, [], None, None)
     for ddp in ddps:
         if not hasattr(ddp, "ddp_config"):
-            raise ConfigError(f"attach needs DistributedDataParallel models, found {type(ddp).__name__}; wrap the prepared model first")
+            raise ConfigError(
+                f"attach needs DistributedDataParallel models, found {type(ddp).__name__}; wrap the prepared model "
+                "first"
+            )
         check_wrapper_config(ddp.ddp_config, settings)
     check_optimizer_config(optimizer.config, settings)
     check_parallel(prepared.layers, settings)
     bindings = bind(optimizer)
-    memory = ExpertMemory(ddps, [item.parameter for item in _items(prepared.layers)]) if settings.variant == "fp8" else None
-    attachment = Attachment(prepared, ddps, optimizer, bindings, memory, _make_store(prepared) if memory is not None else None)
+    memory = (
+        ExpertMemory(ddps, [item.parameter for item in _items(prepared.layers)]) if settings.variant == "fp8" else None
+    )
+    attachment = Attachment(
+        prepared, ddps, optimizer, bindings, memory, _make_store(prepared) if memory is not None else None
+    )
     attachment.open()
     return attachment
 
 
-class Attachment(OffloadTags):
+class Attachment(OffloadTags, Checkpointing):
     """The bond between a Megatron trainer and weftpub. Made by `attach`."""
 
     def __init__(
-        self, prepared: Prepared, ddps: tuple[Any, ...], optimizer: Any, bindings: list[Binding], memory: ExpertMemory | None, store: ExpertStore | None
+        self,
+        prepared: Prepared,
+        ddps: tuple[Any, ...],
+        optimizer: Any,
+        bindings: list[Binding],
+        memory: ExpertMemory | None,
+        store: ExpertStore | None,
     ) -> None:
         self.settings: AttachSettings = prepared.settings
         self.layers: tuple[ExpertLayer, ...] = prepared.layers
@@ -120,7 +139,9 @@ class Attachment(OffloadTags):
         self._snapshot = False
         self._open = False
         self._generation = -1
-        super().__init__(ParameterMemory(ddps, [item.parameter for item in _items(self.layers)] if memory is not None else []))
+        super().__init__(
+            ParameterMemory(ddps, [item.parameter for item in _items(self.layers)] if memory is not None else [])
+        )
 
     # What it is.
 
@@ -142,10 +163,13 @@ class Attachment(OffloadTags):
 
     @property
     def expert_storage_bytes(self) -> int:
-        """Bytes of BF16 memory that the expert parameters own, flat buffers included: 0 while the fp8 variant is attached."""
+        """Bytes of BF16 memory that the expert parameters own, flat buffers included: 0 while the fp8 variant is
+        attached."""
         if self._memory is not None:
             return self._memory.nbytes
-        storages = {item.parameter.untyped_storage()._cdata: item.parameter.untyped_storage() for item in _items(self.layers)}
+        storages = {
+            item.parameter.untyped_storage()._cdata: item.parameter.untyped_storage() for item in _items(self.layers)
+        }
         return sum(storage.nbytes() for storage in storages.values())
 
     @property
@@ -154,7 +178,8 @@ class Attachment(OffloadTags):
         return {item.matrix.name: item.parameter for item in _items(self.layers)}
 
     def masters(self) -> dict[str, torch.Tensor]:
-        """Parameter or expert matrix name to its FP32 master in host memory: a view, or a joined copy for one kept in row blocks."""
+        """Parameter or expert matrix name to its FP32 master in host memory: a view, or a joined copy for one kept in
+        row blocks."""
         self._require_open("masters")
         return {unit.name: unit.read("weight", unit.shape) for child in self._children for unit in child.units}
 
@@ -188,7 +213,8 @@ class Attachment(OffloadTags):
     # Opening and closing.
 
     def open(self) -> None:
-        """Build masters and slots, write generation 0, connect the experts and release their memory. `attach` calls this."""
+        """Build masters and slots, write generation 0, connect the experts and release their memory. `attach` calls
+        this."""
         slot = self.settings.slot_numel if self.settings.slot_numel is not None else self._largest_whole()
         self._children = [binding.make_child(slot) for binding in self._bindings]
         for child in self._children:
@@ -275,20 +301,22 @@ class Attachment(OffloadTags):
             flag = torch.tensor([float(found is not None)], device=self.device)
             torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
             if found is None and flag.item():
-                found = NonFiniteGradientError("another rank has a gradient that is not finite; nothing was changed on any rank")
+                found = NonFiniteGradientError(
+                    "another rank has a gradient that is not finite; nothing was changed on any rank"
+                )
         if found is not None:
             raise found
 
     @contextmanager
-    def _writing(self, generation: int) -> Iterator[dict[str, SealReport]]:
+    def _writing(self, generation: int, *, recover: bool = False) -> Iterator[dict[str, SealReport]]:
         """One generation; if it fails half-way, store and masters are torn."""
         outcome: dict[str, SealReport] = {}
         if self.store is not None:
-            with self.store.writing(generation, on_torn=self._tear_masters) as step:
+            with self.store.writing(generation, on_torn=self._tear_masters, recover=recover) as step:
                 yield outcome
             outcome["report"] = step.report
         else:
-            self._guard.begin(generation)
+            (self._guard.begin_recovery if recover else self._guard.begin)(generation)
             try:
                 yield outcome
             except BaseException as error:
@@ -299,10 +327,17 @@ class Attachment(OffloadTags):
         self._generation = generation
 
     def rewrite(self) -> None:
-        """Write a new generation from the masters as they are, such as after a checkpoint was loaded."""
+        """Write a new generation from the masters as they are, such as after a checkpoint was loaded.
+
+        Opens a torn store: with `loading` around the load of a checkpoint, recovery is that one call.
+
+        Raises:
+            TornError: masters are torn; load a checkpoint first.
+        """
         self._require_open("rewrite")
         self.require_loaded("rewrite")
-        with self._writing(self._generation + 1):
+        torn = self._guard.state is StoreState.TORN if self.store is None else self.store.state is StoreState.TORN
+        with self._writing(self._generation + 1, recover=torn):
             self._write_all()
         self._refresh()
 
@@ -346,8 +381,18 @@ class Attachment(OffloadTags):
 
     def _largest_whole(self) -> int:
         """Elements of the largest matrix that must not be cut: every expert, and everything that Muon updates."""
-        whole = [unit.key.numel() for binding in self._bindings for unit in binding.units if unit.expert is not None or not binding.splits]
-        rows = [unit.key.numel() // unit.shape[0] for binding in self._bindings for unit in binding.units if len(unit.shape) > 1]
+        whole = [
+            unit.key.numel()
+            for binding in self._bindings
+            for unit in binding.units
+            if unit.expert is not None or not binding.splits
+        ]
+        rows = [
+            unit.key.numel() // unit.shape[0]
+            for binding in self._bindings
+            for unit in binding.units
+            if len(unit.shape) > 1
+        ]
         return max([*whole, *rows, 1])
 
     def _writer(self, unit: Any) -> Writer:
@@ -372,7 +417,8 @@ class Attachment(OffloadTags):
 
     @contextmanager
     def materialized(self) -> Iterator[None]:
-        """Inside, every expert parameter owns BF16 memory filled from its master, for code that reads parameters; forward still reads the store."""
+        """Inside, every expert parameter owns BF16 memory filled from its master, for code that reads parameters;
+        forward still reads the store."""
         self._require_open("materialized")
         if self._memory is None:
             yield
@@ -396,7 +442,9 @@ class Attachment(OffloadTags):
 
     def _require_open(self, action: str) -> None:
         if not self._open:
-            raise StateError(f"{action}: this attachment is not open (variant {self.variant!r}); prepare and attach a model")
+            raise StateError(
+                f"{action}: this attachment is not open (variant {self.variant!r}); prepare and attach a model"
+            )
 
 
 def _items(layers: tuple[ExpertLayer, ...]) -> Iterator[ExpertParameter]:
@@ -405,11 +453,16 @@ def _items(layers: tuple[ExpertLayer, ...]) -> Iterator[ExpertParameter]:
 
 
 def _make_store(prepared: Prepared) -> ExpertStore:
-    shapes: Mapping[str, torch.Size] = {item.matrix.projection: item.parameter.shape for item in _items(prepared.layers)}
+    shapes: Mapping[str, torch.Size] = {
+        item.matrix.projection: item.parameter.shape for item in _items(prepared.layers)
+    }
     hidden, intermediate = shapes["fc2"]
     for item in _items(prepared.layers):
         if item.parameter.shape != shapes[item.matrix.projection]:
-            raise ConfigError(f"{item.matrix.name} is {list(item.parameter.shape)}, others are {list(shapes[item.matrix.projection])}; experts must be alike")
+            raise ConfigError(
+                f"{item.matrix.name} is {list(item.parameter.shape)}, others are "
+                f"{list(shapes[item.matrix.projection])}; experts must be alike"
+            )
     return ExpertStore(
         [layer.layer for layer in prepared.layers],
         prepared.layers[0].experts,
@@ -421,4 +474,3 @@ def _make_store(prepared: Prepared) -> ExpertStore:
         lease_timeout=prepared.settings.lease_timeout,
         name="attached experts",
     )
-

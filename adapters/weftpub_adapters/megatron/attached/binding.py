@@ -13,7 +13,7 @@ from weftpub_adapters.megatron.attached.child import StagedChild
 from weftpub_adapters.megatron.attached.float16 import StagedFloat16Optimizer
 from weftpub_adapters.megatron.attached.host_state import Unit
 from weftpub_adapters.megatron.attached.marks import Mark, mark_of
-from weftpub_adapters.megatron.attached.step_adamw import ADAMW_STATES, AdamWCore, StagedHybridDevice, StagedTorchAdamW
+from weftpub_adapters.megatron.attached.step_adamw import ADAMW_STATES, AdamWCore, StagedHybridDevice
 from weftpub_adapters.megatron.attached.step_muon import MUON_STATES, MuonCore, StagedTensorParallelMuon
 
 __all__ = ["Binding", "bind"]
@@ -37,8 +37,10 @@ def bind(optimizer: Any) -> list["Binding"]:
             bindings.append(_Float16Binding(part))
         else:
             raise ConfigError(
-                f"{type(part).__name__} around {type(part.optimizer).__name__} is not staged: call prepare(model) before get_megatron_optimizer, "
-                "with optimizer='muon', or optimizer='adam' and use_distributed_optimizer, use_precision_aware_optimizer, "
+                f"{type(part).__name__} around {type(part.optimizer).__name__} is not staged: call prepare(model) "
+                "before get_megatron_optimizer, "
+                "with optimizer='muon', or optimizer='adam' and use_distributed_optimizer, "
+                "use_precision_aware_optimizer, "
                 "optimizer_cpu_offload and optimizer_offload_fraction=1.0"
             )
     return bindings
@@ -61,7 +63,9 @@ class Binding(ABC):
         """The entries of the inner optimizer's groups."""
 
     @abstractmethod
-    def core(self, masters: Any, pipeline: StagingPipeline, writers: Mapping[str, Writer], units: Mapping[str, Unit]) -> Any:
+    def core(
+        self, masters: Any, pipeline: StagingPipeline, writers: Mapping[str, Writer], units: Mapping[str, Unit]
+    ) -> Any:
         """The staged optimizer for this child."""
 
     @abstractmethod
@@ -106,7 +110,9 @@ class _Float16Binding(Binding):
                 units.append(Unit(name, key, parameter, group, mark.expert, tuple(parameter.shape)))
         return units
 
-    def core(self, masters: Any, pipeline: StagingPipeline, writers: Mapping[str, Writer], units: Mapping[str, Unit]) -> Any:
+    def core(
+        self, masters: Any, pipeline: StagingPipeline, writers: Mapping[str, Writer], units: Mapping[str, Unit]
+    ) -> Any:
         if self.muon:
             return MuonCore(self.part.optimizer, masters, pipeline, writers, units)
         return AdamWCore({}, masters, pipeline, writers, units)
@@ -145,7 +151,11 @@ class _FlatBinding(Binding):
         ):
             for model_group, shard_group in zip(models, shards, strict=True):
                 sources.update({id(shard): model for model, shard in zip(model_group, shard_group, strict=True)})
-        return [self._unit(key, sources[id(key)], group) for group in self.part.optimizer.param_groups for key in group["params"]]
+        return [
+            self._unit(key, sources[id(key)], group)
+            for group in self.part.optimizer.param_groups
+            for key in group["params"]
+        ]
 
     def _unit(self, key: torch.Tensor, parameter: torch.nn.Parameter, group: dict[str, Any]) -> Unit:
         mark = _mark(parameter)
@@ -162,7 +172,9 @@ class _FlatBinding(Binding):
         self.part.restore_from_cpu = types.MethodType(_nothing_to_move, self.part)
         return child
 
-    def core(self, masters: Any, pipeline: StagingPipeline, writers: Mapping[str, Writer], units: Mapping[str, Unit]) -> Any:
+    def core(
+        self, masters: Any, pipeline: StagingPipeline, writers: Mapping[str, Writer], units: Mapping[str, Unit]
+    ) -> Any:
         config = self.part.config
         rounding = {"exp_avg": config.exp_avg_dtype, "exp_avg_sq": config.exp_avg_sq_dtype}
         return AdamWCore(rounding, masters, pipeline, writers, units)
@@ -170,8 +182,12 @@ class _FlatBinding(Binding):
     def hand_back(self, child: StagedChild) -> None:
         inner = self.part.optimizer
         inner.abandon()
-        stock = StagedHybridDevice(inner.param_groups, **{k: v for k, v in inner.defaults.items() if k != "weftpub_prepared"})
-        by_parameter = {id(p): sub for sub in stock.sub_optimizers for group in sub.param_groups for p in group["params"]}
+        stock = StagedHybridDevice(
+            inner.param_groups, **{k: v for k, v in inner.defaults.items() if k != "weftpub_prepared"}
+        )
+        by_parameter = {
+            id(p): sub for sub in stock.sub_optimizers for group in sub.param_groups for p in group["params"]
+        }
         for unit in child.units:
             own = stock.param_to_inner_param[unit.key]
             own.data.copy_(unit.read("weight"))
@@ -187,7 +203,10 @@ class _FlatBinding(Binding):
 def _mark(parameter: torch.Tensor) -> Mark:
     mark = mark_of(parameter)
     if mark is None:
-        raise ConfigError("a parameter of the optimizer belongs to no prepared model; build model, prepare, wrap and optimizer in this order")
+        raise ConfigError(
+            "a parameter of the optimizer belongs to no prepared model; build model, prepare, wrap and optimizer "
+            "in this order"
+        )
     return mark
 
 

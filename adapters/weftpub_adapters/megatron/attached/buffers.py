@@ -1,11 +1,16 @@
-"""The memory of parameters: expert memory given up while attached, and everything else moved to the host and back, in both ways.
+"""The memory of parameters: expert memory given up while attached, and everything else moved to the host and back, in
+both ways.
 
-With the distributed optimizer the DDP keeps parameters in flat buffers; without it (Muon) each parameter owns its storage.
+With the distributed optimizer the DDP keeps parameters in flat buffers; without it (Muon) each parameter owns its
+storage.
 
-* `ExpertMemory` frees what the managed experts own, flat buffer or not, and gives it back. Parameters, their views and their main
-  gradients keep their identity. A managed flat buffer shows an empty `param_data` meanwhile, so that code which offloads, reloads or
+* `ExpertMemory` frees what the managed experts own, flat buffer or not, and gives it back. Parameters, their views
+  and their main
+  gradients keep their identity. A managed flat buffer shows an empty `param_data` meanwhile, so that code which
+  offloads, reloads or
   gathers buffers finds nothing to do there.
-* `ParameterMemory` offloads and reloads the other parameters: through the buffers' own methods ("buffer"), or by resizing storages by
+* `ParameterMemory` offloads and reloads the other parameters: through the buffers' own methods ("buffer"), or by
+  resizing storages by
   hand as code for older releases does ("resize").
 """
 
@@ -49,7 +54,8 @@ class ExpertMemory:
             if parameter.untyped_storage().nbytes() != size:
                 raise ConfigError(
                     f"an expert parameter {list(parameter.shape)} shares its storage with others "
-                    f"({parameter.untyped_storage().nbytes()} bytes, its own are {size}); call prepare(model) before DistributedDataParallel wraps it"
+                    f"({parameter.untyped_storage().nbytes()} bytes, its own are {size}); call prepare(model) before "
+                    "DistributedDataParallel wraps it"
                 )
         self._groups = [
             group
@@ -59,7 +65,10 @@ class ExpertMemory:
         ]
         for group in self._groups:
             if not all(_has(self._flat, bucket) for bucket in group.buckets):
-                raise ConfigError("expert and dense buckets are in one bucket group; build DistributedDataParallel with disable_bucketing=False")
+                raise ConfigError(
+                    "expert and dense buckets are in one bucket group; build DistributedDataParallel with "
+                    "disable_bucketing=False"
+                )
         self._param_data: list[torch.Tensor] = []
         self._bucket_data: list[list[torch.Tensor]] = []
         self._released = False
@@ -85,7 +94,8 @@ class ExpertMemory:
         for buffer in self._flat:
             if buffer.param_data is None:
                 continue
-            # Code that moves buffers looks at these: a host copy from before would be brought back as the experts' weights.
+            # Code that moves buffers looks at these: a host copy from before would be brought back as the experts'
+            # weights.
             buffer.param_data_cpu, buffer.param_data_size = None, 0
             buffer.param_data = _empty_like(buffer.param_data)
             for bucket in buffer.buckets:
@@ -212,7 +222,9 @@ class ParameterMemory:
         if api not in ("buffer", "resize"):
             raise ConfigError(f"buffer api {api!r} is unknown; choose 'buffer' or 'resize'")
         if api == "buffer" and any(not hasattr(buffer, "offload_to_cpu") for buffer in self._dense):
-            raise ConfigError("this Megatron-core has no offload_to_cpu on its buffers (0.16 added it); use api='resize'")
+            raise ConfigError(
+                "this Megatron-core has no offload_to_cpu on its buffers (0.16 added it); use api='resize'"
+            )
 
     def _to_host(self, tensor: torch.Tensor) -> None:
         host = self._host.get(id(tensor))

@@ -1,4 +1,5 @@
-"""One of Megatron's inner optimizers with its numbers in host memory: units, masters, and the core that updates them in slots."""
+"""One of Megatron's inner optimizers with its numbers in host memory: units, masters, and the core that updates them
+in slots."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,7 +23,8 @@ class StagedChild:
     Args:
         units: entries of the inner optimizer's parameter groups.
         states: names of the state tensors.
-        slot_numel: elements that a slot takes; units that may be cut (`splits`) are cut into row blocks of at most this size.
+        slot_numel: elements that a slot takes; units that may be cut (`splits`) are cut into row blocks of at most
+            this size.
         splits: whether this optimizer works element by element, so that dense parameters may be cut.
         decoupled: whether gradients stand in ``decoupled_grad`` instead of ``grad``.
 
@@ -57,7 +59,9 @@ class StagedChild:
 
     def open(self, pipeline: StagingPipeline, make_core: MakeCore, writers: Mapping[str, Writer]) -> None:
         """Join masters and slots. `writers` by unit name."""
-        per_master = {name: _piece_writer(writers[unit.name], unit, flat) for name, (unit, flat) in self._pieces.items()}
+        per_master = {
+            name: _piece_writer(writers[unit.name], unit, flat) for name, (unit, flat) in self._pieces.items()
+        }
         units = {name: unit for name, (unit, _) in self._pieces.items()}
         self._core = make_core(self.masters, pipeline, per_master, units)
 
@@ -75,7 +79,9 @@ class StagedChild:
         for name, (unit, flat) in self._pieces.items():
             gradient = getattr(unit.key, "decoupled_grad" if self._decoupled else "grad", None)
             if gradient is None:
-                raise StateError(f"{unit.name} has no gradient; run a backward pass and finalize_model_grads before the step")
+                raise StateError(
+                    f"{unit.name} has no gradient; run a backward pass and finalize_model_grads before the step"
+                )
             shape = self.masters[name].layout.shape
             found[name] = gradient.detach().reshape(-1)[flat].view(shape)
         return found
@@ -121,7 +127,9 @@ class StagedInner:
     def require_attached(self) -> None:
         """StateError between `prepare` and `attach`."""
         if self.awaiting:
-            raise StateError("this optimizer was built for a prepared model; call attach(ddp_model, optimizer) before the first step")
+            raise StateError(
+                "this optimizer was built for a prepared model; call attach(ddp_model, optimizer) before the first step"
+            )
 
     def load_staged(self, state_dict: Mapping[str, Any]) -> None:
         """What torch's `load_state_dict` does, into the host tensors: groups by position, state by parameter."""

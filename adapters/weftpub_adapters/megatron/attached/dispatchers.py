@@ -1,7 +1,9 @@
 """Token dispatchers: passed through as configured, checked for what this machine can run.
 
-alltoall and allgather are Megatron's own and always work. A flex dispatcher (`moe_token_dispatcher_type="flex"`) needs a library:
-DeepEP, HybridEP or NCCL EP. `moe_flex_dispatcher_backend` says "deepep" even when it is not used, so the type alone decides.
+alltoall and allgather are Megatron's own and always work. A flex dispatcher (`moe_token_dispatcher_type="flex"`)
+needs a library:
+DeepEP, HybridEP or NCCL EP. `moe_flex_dispatcher_backend` says "deepep" even when it is not used, so the type alone
+decides.
 """
 
 from collections.abc import Mapping
@@ -29,7 +31,8 @@ def check_dispatcher(config: Any) -> str:
     """Name of the configured dispatcher; its settings are not changed.
 
     Raises:
-        ConfigError: an unknown type, a flex backend whose library is missing or does not import, or DeepEP without parallel experts.
+        ConfigError: an unknown type, a flex backend whose library is missing or does not import, or DeepEP without
+            parallel experts.
     """
     kind = config.moe_token_dispatcher_type
     if kind not in DISPATCHERS:
@@ -42,14 +45,16 @@ def check_dispatcher(config: Any) -> str:
     module, remedy = _BACKENDS[backend]
     if find_spec(module) is None:
         raise ConfigError(
-            f"moe_token_dispatcher_type='flex' with moe_flex_dispatcher_backend={backend!r} needs the module {module!r}, which is not "
+            f"moe_token_dispatcher_type='flex' with moe_flex_dispatcher_backend={backend!r} needs the module "
+            f"{module!r}, which is not "
             f"installed: {remedy}, or set moe_token_dispatcher_type='alltoall'"
         )
     try:
         __import__(module)
     except (ImportError, OSError) as error:
         raise ConfigError(
-            f"moe_flex_dispatcher_backend={backend!r}: {module!r} is installed but does not import ({error}): {remedy}, "
+            f"moe_flex_dispatcher_backend={backend!r}: {module!r} is installed but does not import ({error}): "
+            f"{remedy}, "
             "or set moe_token_dispatcher_type='alltoall'"
         ) from error
     if backend == "deepep" and config.tensor_model_parallel_size * config.expert_model_parallel_size <= 1:

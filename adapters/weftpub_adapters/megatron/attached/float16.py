@@ -1,7 +1,9 @@
 """Megatron's wrapper of an inner optimizer over BF16 parameters, without its FP32 copies on the GPU.
 
-`Float16OptimizerWithFloat16Params` clones an FP32 main parameter beside every BF16 parameter. For a prepared model this subclass gives
-it handles instead, which own no memory; once attached, the masters behind them answer for checkpoints, and gradients pass as ever.
+`Float16OptimizerWithFloat16Params` clones an FP32 main parameter beside every BF16 parameter. For a prepared model
+this subclass gives
+it handles instead, which own no memory; once attached, the masters behind them answer for checkpoints, and gradients
+pass as ever.
 """
 
 from collections.abc import Iterator
@@ -84,7 +86,8 @@ class StagedFloat16Optimizer(Float16OptimizerWithFloat16Params):
 
     @contextmanager
     def _masters_for_handles(self, *, live: bool = False) -> Iterator[None]:
-        """Inside, the FP32 lists hold host tensors instead of handles: views of the masters, or copies where a snapshot is due."""
+        """Inside, the FP32 lists hold host tensors instead of handles: views of the masters, or copies where a
+        snapshot is due."""
         child = self.child
         if child is None:
             yield

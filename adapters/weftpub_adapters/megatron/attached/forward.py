@@ -1,4 +1,5 @@
-"""Makes expert layers compute with the store: TEGroupedMLP through the TransformerEngine seam, SequentialMLP through `StoreLinear`."""
+"""Makes expert layers compute with the store: TEGroupedMLP through the TransformerEngine seam, SequentialMLP through
+`StoreLinear`."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -26,9 +27,7 @@ class ExpertForward(Protocol):
         ...
 
 
-def connect_experts(
-    layers: Sequence[ExpertLayer], store: ExpertStore, settings: AttachSettings
-) -> list[ExpertForward]:
+def connect_experts(layers: Sequence[ExpertLayer], store: ExpertStore, settings: AttachSettings) -> list[ExpertForward]:
     """Connect every layer; all of them or, if one raises, none.
 
     Raises:
@@ -51,10 +50,16 @@ def _connect(layer: ExpertLayer, store: ExpertStore, settings: AttachSettings) -
     from weftpub_adapters.te import GroupedForward
 
     parameters = {
-        projection: [item.parameter for item in layer.parameters if item.matrix.projection == projection] for projection in ("fc1", "fc2")
+        projection: [item.parameter for item in layer.parameters if item.matrix.projection == projection]
+        for projection in ("fc1", "fc2")
     }
     return GroupedForward(
-        layer.module, layer.layer, layer.experts, parameters, store, power_of_two_activations=settings.activation_scales == "power_of_two"
+        layer.module,
+        layer.layer,
+        layer.experts,
+        parameters,
+        store,
+        power_of_two_activations=settings.activation_scales == "power_of_two",
     )
 
 

@@ -1,7 +1,10 @@
-"""What Megatron's optimizers hold instead of masters: parameters that own no memory, and state that lies in host memory.
+"""What Megatron's optimizers hold instead of masters: parameters that own no memory, and state that lies in host
+memory.
 
-A *handle* stands where Megatron keeps an FP32 main parameter. It has the shape, the dtype, the device and the parallel attributes
-of one, and its storage has zero bytes: gradient norms, clipping and zero counts read its `grad`, which is the DDP's main gradient, and
+A *handle* stands where Megatron keeps an FP32 main parameter. It has the shape, the dtype, the device and the
+parallel attributes
+of one, and its storage has zero bytes: gradient norms, clipping and zero counts read its `grad`, which is the DDP's
+main gradient, and
 nobody reads its values. A *unit* joins a handle (or a flat shard) with the masters behind it.
 """
 
@@ -38,7 +41,8 @@ class Unit:
     Attributes:
         name: the expert matrix's name, or the parameter's own.
         key: the tensor in `param_groups`: a handle, a flat shard, or an FP32 parameter.
-        target: what the forward pass reads, of the key's element count; for fp8 experts it has zero bytes and is not written.
+        target: what the forward pass reads, of the key's element count; for fp8 experts it has zero bytes and is not
+            written.
         group: the parameter group, read at every step, so that schedules act.
         expert: the matrix, for a routed expert.
         shape: shape of the whole master; 1-D for a shard that is only a part of its parameter.
@@ -62,7 +66,10 @@ class Unit:
         if row > slot_numel:
             raise ConfigError(f"{self.name} {list(self.shape)}: one row fits no slot; set slot_numel={row} at least")
         step = slot_numel // row * row
-        return [(f"{self.name}[{start}:{min(start + step, numel)}]", slice(start, min(start + step, numel))) for start in range(0, numel, step)]
+        return [
+            (f"{self.name}[{start}:{min(start + step, numel)}]", slice(start, min(start + step, numel)))
+            for start in range(0, numel, step)
+        ]
 
     def piece_shape(self, flat: slice) -> tuple[int, ...]:
         """Shape of the master that holds a flat range."""
@@ -72,7 +79,8 @@ class Unit:
         return (count,) if len(self.shape) < 2 else (count // (self.key.numel() // self.shape[0]), *self.shape[1:])
 
     def read(self, key: str, shape: torch.Size | tuple[int, ...] | None = None) -> torch.Tensor:
-        """The weight ("weight") or a state tensor in host memory: a view of the one master, or a copy of several joined."""
+        """The weight ("weight") or a state tensor in host memory: a view of the one master, or a copy of several
+        joined."""
         tensors = [master.tensors()[key] for master in self.masters]
         whole = tensors[0] if len(tensors) == 1 else torch.cat([tensor.reshape(-1) for tensor in tensors])
         return whole.view(self.key.shape if shape is None else shape)
@@ -91,7 +99,8 @@ class Unit:
 class HostState(MutableMapping[str, torch.Tensor]):
     """A torch optimizer's state of one unit; reading gives host tensors, assigning copies into them.
 
-    Assigning copies because Megatron's checkpoint loaders replace entries, and the tensors here are views of pinned memory.
+    Assigning copies because Megatron's checkpoint loaders replace entries, and the tensors here are views of pinned
+    memory.
 
     Args:
         unit: whose state.

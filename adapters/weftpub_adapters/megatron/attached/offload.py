@@ -1,10 +1,11 @@
 """What an attachment gives up while an engine has the GPU, tag by tag, and takes back.
 
-| tag       | offload                                                                    | reload                                      |
-|-----------|----------------------------------------------------------------------------|---------------------------------------------|
-| weights   | W and scales to the host (or dropped), W^T dropped; other parameters to the host | W and scales back and checked, W^T from W   |
-| optimizer | the staging slots are freed; masters and state are in host memory always   | slots are allocated                         |
-| gradients | freed                                                                      | allocated, zero                             |
+    weights    offload: W and scales to the host (or dropped), W^T dropped; other parameters to the host
+               reload:  W and scales back and checked, W^T made from W
+    optimizer  offload: the staging slots are freed; masters and state are in host memory always
+               reload:  slots are allocated
+    gradients  offload: freed
+               reload:  allocated, zero
 
 Each tag is loaded or offloaded; a move that it is not in the state for is refused before anything happens.
 """
@@ -57,8 +58,10 @@ class OffloadTags:
 
         Args:
             tags: which; all three if none is given.
-            api: how parameters that weftpub does not manage are moved, see `weftpub_adapters.megatron.attached.buffers`.
-            keep: keep W and scales on the host; False makes `reload` quantize them again from the masters, and checks the bytes.
+            api: how parameters that weftpub does not manage are moved, see
+                `weftpub_adapters.megatron.attached.buffers`.
+            keep: keep W and scales on the host; False makes `reload` quantize them again from the masters, and checks
+                the bytes.
 
         Raises:
             StateError: a tag is offloaded already. DeadlineError: a publish or checkpoint still reads.

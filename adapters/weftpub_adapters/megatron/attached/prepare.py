@@ -1,9 +1,13 @@
 """`prepare`: what has to be known about a model before DistributedDataParallel wraps it and its optimizer is built.
 
-At expert parallel size one Megatron counts experts as dense parameters and lays them into the same flat buffer, whose memory could then
-never be freed. `prepare` gives the managed experts a buffer of their own, through the dimension of Megatron's buffer key that separates
-parameters by who updates them (`is_managed_by_layer_wise_optimizer`). Choice made: this attribute, and not `allreduce=False`, because
-optimizers, parameter groups and checkpoint keys stay those of the unprepared model; cost: the attribute is taken back at `attach`.
+At expert parallel size one Megatron counts experts as dense parameters and lays them into the same flat buffer, whose
+memory could then
+never be freed. `prepare` gives the managed experts a buffer of their own, through the dimension of Megatron's buffer
+key that separates
+parameters by who updates them (`is_managed_by_layer_wise_optimizer`). Choice made: this attribute, and not
+`allreduce=False`, because
+optimizers, parameter groups and checkpoint keys stay those of the unprepared model; cost: the attribute is taken back
+at `attach`.
 """
 
 from collections.abc import Iterator
@@ -42,13 +46,17 @@ class Prepared:
 
     def metadata(self) -> NoReturn:
         """StateError: shapes and dtypes of what is published are known once the store exists."""
-        raise StateError("metadata of published tensors exists only after attach(ddp_model, optimizer); this model is prepared, not attached")
+        raise StateError(
+            "metadata of published tensors exists only after attach(ddp_model, optimizer); this model is "
+            "prepared, not attached"
+        )
 
 
 def prepare(model: Any, settings: AttachSettings | None = None, **changes: Any) -> Prepared:
     """Mark a model's parameters, put the optimizer seams in place, and give its experts a buffer of their own.
 
-    Call it on the bare model, or list of chunks, before DistributedDataParallel and `get_megatron_optimizer`. For the baseline variant
+    Call it on the bare model, or list of chunks, before DistributedDataParallel and `get_megatron_optimizer`. For the
+    baseline variant
     nothing is changed.
 
     Args:
@@ -56,7 +64,8 @@ def prepare(model: Any, settings: AttachSettings | None = None, **changes: Any) 
         settings: what to do; by default `AttachSettings(**changes)`.
 
     Raises:
-        ConfigError: a setting is refused by name, the model is wrapped or prepared already, or the dispatcher cannot run here.
+        ConfigError: a setting is refused by name, the model is wrapped or prepared already, or the dispatcher cannot
+            run here.
     """
     require_supported()
     settings = settings if settings is not None else AttachSettings(**changes)
@@ -68,7 +77,9 @@ def prepare(model: Any, settings: AttachSettings | None = None, **changes: Any) 
         return prepared
     check_transformer_config(chunks[0].config, settings)
     if any(hasattr(chunk, "ddp_config") for chunk in chunks):
-        raise ConfigError("prepare(model) must come before DistributedDataParallel wraps the model; unwrap it, or build it anew")
+        raise ConfigError(
+            "prepare(model) must come before DistributedDataParallel wraps the model; unwrap it, or build it anew"
+        )
     _refuse_tied_or_marked(chunks)
     from weftpub_adapters.megatron.attached import seams
 
@@ -88,7 +99,8 @@ def prepared_of(model: Any) -> Prepared:
             prepared: Prepared = mark.prepared
             return prepared
     raise ConfigError(
-        "this model was not prepared (or its attachment is closed); call prepare(model) before DistributedDataParallel and the optimizer are built"
+        "this model was not prepared (or its attachment is closed); call prepare(model) before "
+        "DistributedDataParallel and the optimizer are built"
     )
 
 

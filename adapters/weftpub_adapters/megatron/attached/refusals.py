@@ -33,17 +33,40 @@ _TRANSFORMER = (
     _Row("moe_mlp_glu_interleave_size", _only(None), "None", "fc1 must hold gate rows over up rows"),
     _Row("moe_single_grouped_weight", _only(False), "False", "each expert needs a parameter of its own"),
     _Row("fp8_param", _only(False), "False", "masters and published bytes are kept by weftpub"),
-    _Row("fp8", _only(None), "None", "it would put FP8 autocast around attention too; weftpub puts it around the experts", True),
-    _Row("fp4", _only(None), "None", "only block FP8 is published", True),
-    _Row("use_transformer_engine_op_fuser", _only(False), "False", "the fused expert MLP reads parameters, not the store", True),
-    _Row("delay_wgrad_compute", _only(False), "False", "delayed weight gradients bypass the placeholder parameters", True),
     _Row(
-        "overlap_dispatch_backward_with_experts_wgrad", _only(False), "False",
-        "delayed weight gradients bypass the placeholder parameters", True,
+        "fp8",
+        _only(None),
+        "None",
+        "it would put FP8 autocast around attention too; weftpub puts it around the experts",
+        True,
+    ),
+    _Row("fp4", _only(None), "None", "only block FP8 is published", True),
+    _Row(
+        "use_transformer_engine_op_fuser",
+        _only(False),
+        "False",
+        "the fused expert MLP reads parameters, not the store",
+        True,
+    ),
+    _Row(
+        "delay_wgrad_compute", _only(False), "False", "delayed weight gradients bypass the placeholder parameters", True
+    ),
+    _Row(
+        "overlap_dispatch_backward_with_experts_wgrad",
+        _only(False),
+        "False",
+        "delayed weight gradients bypass the placeholder parameters",
+        True,
     ),
     _Row("moe_latent_size", _only(None), "None", "experts must be as wide as the hidden state", True),
     _Row("gated_linear_unit", _only(True), "True", "published experts are gated", True),
-    _Row("cuda_graph_impl", _only("none", None), "'none'", "a captured graph would keep the addresses of offloaded weights", True),
+    _Row(
+        "cuda_graph_impl",
+        _only("none", None),
+        "'none'",
+        "a captured graph would keep the addresses of offloaded weights",
+        True,
+    ),
     _Row("init_model_with_meta_device", _only(False), "False", "masters are made from the initial weights"),
 )
 
@@ -51,7 +74,9 @@ _WRAPPER = (
     _Row("use_megatron_fsdp", _only(False), "False", "its buffers are not Megatron DDP's"),
     _Row("fp8_param_gather", _only(False), "False", "experts are not gathered; the store holds their bytes"),
     _Row("fp4_param_gather", _only(False), "False", "only block FP8 is published"),
-    _Row("reuse_grad_buf_for_mxfp8_param_ag", _only(False), "False", "parameters and gradients need memory of their own"),
+    _Row(
+        "reuse_grad_buf_for_mxfp8_param_ag", _only(False), "False", "parameters and gradients need memory of their own"
+    ),
     _Row("nccl_ub", _only(False), "False", "user buffers registered with NCCL cannot be released", True),
 )
 
@@ -61,10 +86,25 @@ _OPTIMIZER = (
     _Row("optimizer_cuda_graph", _only(False), "False", "staged steps cannot be captured"),
     _Row("decoupled_weight_decay", _only(True), "True", "staged Adam is AdamW"),
     _Row("main_params_dtype", lambda dtype: str(dtype) == "torch.float32", "torch.float32", "masters are FP32"),
-    _Row("exp_avg_dtype", lambda dtype: str(dtype) != "torch.uint8", "torch.bfloat16", "FP8 moments need scales that are not kept"),
-    _Row("exp_avg_sq_dtype", lambda dtype: str(dtype) != "torch.uint8", "torch.bfloat16", "FP8 moments need scales that are not kept"),
+    _Row(
+        "exp_avg_dtype",
+        lambda dtype: str(dtype) != "torch.uint8",
+        "torch.bfloat16",
+        "FP8 moments need scales that are not kept",
+    ),
+    _Row(
+        "exp_avg_sq_dtype",
+        lambda dtype: str(dtype) != "torch.uint8",
+        "torch.bfloat16",
+        "FP8 moments need scales that are not kept",
+    ),
     _Row("overlap_param_gather_with_optimizer_step", _only(False), "False", "one step writes one generation"),
-    _Row("use_layer_wise_distributed_optimizer", _only(False), "False", "it shards whole matrices over data-parallel ranks"),
+    _Row(
+        "use_layer_wise_distributed_optimizer",
+        _only(False),
+        "False",
+        "it shards whole matrices over data-parallel ranks",
+    ),
 )
 
 _ADAM = (
@@ -75,7 +115,12 @@ _ADAM = (
 )
 
 _MUON = (
-    _Row("use_distributed_optimizer", _only(False), "False", "it cuts matrices into flat shards, and Muon needs whole ones"),
+    _Row(
+        "use_distributed_optimizer",
+        _only(False),
+        "False",
+        "it cuts matrices into flat shards, and Muon needs whole ones",
+    ),
     _Row("optimizer_cpu_offload", _only(False), "False", "weftpub stages the masters itself"),
     _Row("muon_scalar_optimizer", _only("adam"), "'adam'", "scalars and vectors are staged with AdamW"),
 )
@@ -108,7 +153,9 @@ def check_parallel(layers: Iterable[ExpertLayer], settings: AttachSettings) -> N
 
     pipeline = parallel_state.get_pipeline_model_parallel_world_size()
     if pipeline > 1:
-        raise ConfigError(f"pipeline_model_parallel_size={pipeline} is not supported; set it to 1 and use expert parallelism")
+        raise ConfigError(
+            f"pipeline_model_parallel_size={pipeline} is not supported; set it to 1 and use expert parallelism"
+        )
     if settings.variant != "fp8":
         return
     sizes = {
@@ -120,12 +167,14 @@ def check_parallel(layers: Iterable[ExpertLayer], settings: AttachSettings) -> N
     for name, size in sizes.items():
         if size > 1:
             works = (
-                f"set expert_model_parallel_size={world * size} so that every expert lives on one rank ({count} experts)"
+                f"set expert_model_parallel_size={world * size} so that every expert lives on one rank ({count} "
+                "experts)"
                 if name.startswith("expert data")
                 else "set expert_tensor_parallel_size=1"
             )
             raise ConfigError(
-                f"{name} is {size}: the fp8 variant needs whole, unreplicated experts (one writer of each byte); {works}, "
+                f"{name} is {size}: the fp8 variant needs whole, unreplicated experts (one writer of each byte); "
+                f"{works}, "
                 "or use variant='bf16'"
             )
 
@@ -139,5 +188,6 @@ def _check(owner: str, config: Any, rows: Iterable[_Row], settings: AttachSettin
         value = getattr(config, row.name)
         if not row.works(value):
             raise ConfigError(
-                f"{owner}.{row.name}={value!r} does not work with variant={settings.variant!r}: {row.why}; set it to {row.instead}"
+                f"{owner}.{row.name}={value!r} does not work with variant={settings.variant!r}: {row.why}; set it to "
+                f"{row.instead}"
             )

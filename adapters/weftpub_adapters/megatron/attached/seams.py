@@ -1,11 +1,14 @@
 """The three places where Megatron looks up its optimizers by name, and the staged classes put there.
 
-    megatron.core.optimizer.emerging_optimizers._EMERGING_OPTIMIZERS["muon"]                   -> StagedTensorParallelMuon
+    megatron.core.optimizer.emerging_optimizers._EMERGING_OPTIMIZERS["muon"]                   ->
+    StagedTensorParallelMuon
     megatron.core.optimizer.Float16OptimizerWithFloat16Params                                  -> StagedFloat16Optimizer
     megatron.core.optimizer.HybridDeviceOptimizer, and the one in its distrib_optimizer        -> StagedHybridDevice
 
-No file of Megatron is touched. The staged classes are subclasses that behave as stock for every model that is not prepared, so they may
-stay in place; `uninstall` puts the stock ones back. The hybrid optimizer has two references and the DistributedOptimizer tests instances
+No file of Megatron is touched. The staged classes are subclasses that behave as stock for every model that is not
+prepared, so they may
+stay in place; `uninstall` puts the stock ones back. The hybrid optimizer has two references and the
+DistributedOptimizer tests instances
 against its own, so both change together.
 """
 

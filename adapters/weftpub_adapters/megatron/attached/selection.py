@@ -25,7 +25,8 @@ class ExpertParameter:
 
     Attributes:
         matrix: its global identity.
-        linear: the module that holds the parameter: a ``TEGroupedLinear`` with one parameter an expert, or one expert's linear.
+        linear: the module that holds the parameter: a ``TEGroupedLinear`` with one parameter an expert, or one
+            expert's linear.
         slot: number of the expert inside `linear`; 0 for SequentialMLP.
         parameter: BF16 ``[M, N]``.
     """
@@ -86,13 +87,19 @@ def _layers(chunk: torch.nn.Module) -> Iterator[ExpertLayer]:
             continue
         name = plain_name(name)
         if "mtp" in name.split("."):
-            raise ConfigError(f"{name}: experts of multi-token-prediction layers are not supported; set mtp_num_layers=None")
+            raise ConfigError(
+                f"{name}: experts of multi-token-prediction layers are not supported; set mtp_num_layers=None"
+            )
         layer = int(module.layer_number) - 1
         experts = tuple(int(expert) for expert in module.local_expert_indices)
         if isinstance(module.experts, TEGroupedMLP):
-            yield ExpertLayer(layer, module.experts, True, experts, tuple(_grouped(name, module.experts, layer, experts)))
+            yield ExpertLayer(
+                layer, module.experts, True, experts, tuple(_grouped(name, module.experts, layer, experts))
+            )
         elif isinstance(module.experts, SequentialMLP):
-            yield ExpertLayer(layer, module.experts, False, experts, tuple(_sequential(name, module.experts, layer, experts)))
+            yield ExpertLayer(
+                layer, module.experts, False, experts, tuple(_sequential(name, module.experts, layer, experts))
+            )
         else:
             kind = type(module.experts).__name__
             raise ConfigError(f"{name}.experts is a {kind}; TEGroupedMLP and SequentialMLP are supported")
@@ -105,7 +112,8 @@ def _grouped(name: str, module: Any, layer: int, experts: tuple[int, ...]) -> It
             parameter = getattr(linear, f"weight{slot}", None)
             if getattr(linear, "single_grouped_weight", False) or parameter is None:
                 raise ConfigError(
-                    f"{name}.experts.linear_{projection} keeps all experts in one grouped weight; set moe_single_grouped_weight=False"
+                    f"{name}.experts.linear_{projection} keeps all experts in one grouped weight; set "
+                    "moe_single_grouped_weight=False"
                 )
             _refuse_bias(f"{name}.experts.linear_{projection}", linear.use_bias)
             yield ExpertParameter(ExpertMatrix(layer, expert, projection), linear, slot, parameter)

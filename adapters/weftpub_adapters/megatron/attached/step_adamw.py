@@ -1,10 +1,12 @@
 """AdamW: what takes the place of Megatron's inner Adam, its masters and moments in pinned memory, updated in slots.
 
-* `StagedHybridDevice` stands for `HybridDeviceOptimizer` inside the DistributedOptimizer (precision-aware, CPU offload). Its parameters are
+* `StagedHybridDevice` stands for `HybridDeviceOptimizer` inside the DistributedOptimizer (precision-aware, CPU
+  offload). Its parameters are
   flat shards of the DDP's buffer; where a shard is a whole parameter, its master has the matrix's shape again.
 * `StagedTorchAdamW` stands for the Adam that keeps vectors, scalars and embeddings when Muon has the matrices.
 
-The arithmetic is torch's single-tensor AdamW. Moments of a reduced dtype (`exp_avg_dtype`) are rounded to it after every update, so
+The arithmetic is torch's single-tensor AdamW. Moments of a reduced dtype (`exp_avg_dtype`) are rounded to it after
+every update, so
 numbers are those of that dtype; host memory holds them in FP32.
 """
 
@@ -25,13 +27,20 @@ from weftpub_adapters.megatron.attached.marks import mark_of
 __all__ = ["ADAMW_STATES", "AdamWCore", "StagedHybridDevice", "StagedTorchAdamW"]
 
 ADAMW_STATES: tuple[str, ...] = StagedAdamW.STATES
-_MARKED = "weftpub_prepared"  # passes from the first construction to the DistributedOptimizer's second through `defaults`
+_MARKED = (
+    "weftpub_prepared"  # passes from the first construction to the DistributedOptimizer's second through `defaults`
+)
 
 
 class StagedHybridDevice(StagedInner, HybridDeviceOptimizer):
-    """`HybridDeviceOptimizer` for prepared models: holds parameters until it adopts a child; stock for every other model."""
+    """`HybridDeviceOptimizer` for prepared models: holds parameters until it adopts a child; stock for every other
+    model."""
 
-    state_keys: ClassVar[Mapping[str, str]] = {"master_param": "weight", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+    state_keys: ClassVar[Mapping[str, str]] = {
+        "master_param": "weight",
+        "exp_avg": "exp_avg",
+        "exp_avg_sq": "exp_avg_sq",
+    }
     step_in_state = True
 
     def __init__(
@@ -105,7 +114,9 @@ class StagedHybridDevice(StagedInner, HybridDeviceOptimizer):
             return
         for unit in self.staged.units:
             if unit.target.untyped_storage().nbytes() == 0:
-                raise StateError(f"{unit.name} owns no memory; reload model parameters inside `loading(masters_from='model')`")
+                raise StateError(
+                    f"{unit.name} owns no memory; reload model parameters inside `loading(masters_from='model')`"
+                )
             unit.write("weight", unit.target.detach())
 
     def _sync_hdo_state_to_sub_optimizers(self) -> None:
@@ -118,7 +129,8 @@ class StagedTorchAdamW(StagedInner, torch.optim.Optimizer):
 
     Args:
         stock: the optimizer that Megatron built; it is kept, and gets the numbers back when the attachment closes.
-        step_in_group: where the stock one keeps its step count: TransformerEngine's and Apex's in the group, torch's in the state.
+        step_in_group: where the stock one keeps its step count: TransformerEngine's and Apex's in the group, torch's
+            in the state.
     """
 
     state_keys: ClassVar[Mapping[str, str]] = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}

@@ -1,7 +1,9 @@
 """Muon: Megatron's own `TensorParallelMuon`, its masters and momentum in pinned memory, its arithmetic in the slots.
 
-The subclass enters through emerging-optimizers' registry. What is a matrix for Muon, how QKV is split, over which group a tensor-parallel
-matrix is orthogonalized and how the update is scaled are asked of Megatron's own methods, for each matrix while it is in its slot.
+The subclass enters through emerging-optimizers' registry. What is a matrix for Muon, how QKV is split, over which
+group a tensor-parallel
+matrix is orthogonalized and how the update is scaled are asked of Megatron's own methods, for each matrix while it is
+in its slot.
 """
 
 from collections.abc import Callable, Mapping

@@ -25,7 +25,8 @@ class AttachSettings:
     Attributes:
         variant: "baseline", "bf16" or "fp8".
         preset: quantizer of the expert weights, a name of `weftpub_kernels.PRESETS`; fp8 only.
-        activation_scales: rule for the scales of activations and their gradients in FP8 GEMMs; the engine has to use the same one.
+        activation_scales: rule for the scales of activations and their gradients in FP8 GEMMs; the engine has to use
+            the same one.
         slots: staging slots. Three overlap a load, an update and a store.
         slot_numel: elements of the largest matrix that a slot takes; None fits the largest matrix of the model.
         measure_change: count the published bytes that each step changed; fp8 only.
@@ -46,10 +47,13 @@ class AttachSettings:
     def __post_init__(self) -> None:
         for name, kind in (("variant", Variant), ("activation_scales", ScaleRule)):
             if getattr(self, name) not in get_args(kind):
-                raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; choose one of {', '.join(get_args(kind))}")
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} is unknown; choose one of {', '.join(get_args(kind))}"
+                )
         if self.slots < 1 or (self.slot_numel is not None and self.slot_numel < 1) or self.lease_timeout <= 0:
             raise ConfigError(
-                f"slots={self.slots}, slot_numel={self.slot_numel}, lease_timeout={self.lease_timeout}: must all be above zero"
+                f"slots={self.slots}, slot_numel={self.slot_numel}, lease_timeout={self.lease_timeout}: must all be "
+                "above zero"
             )
 
     @property
