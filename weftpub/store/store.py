@@ -135,8 +135,13 @@ class ExpertStore:
 
     # Writing a generation.
 
-    def begin(self, generation: int, *, timeout: float | None = None) -> None:
+    def begin(self, generation: int, *, timeout: float | None = None, recover: bool = False) -> None:
         """Start writing `generation`; waits for readers that hold the sealed one.
+
+        Args:
+            timeout: seconds to wait for readers; by default `lease_timeout`.
+            recover: start from any state, torn included, with any generation: the caller writes every matrix again from
+                masters that a checkpoint made whole.
 
         Raises:
             GenerationError: not greater than the sealed one. StateError: one is being written, or the memory is
@@ -144,7 +149,11 @@ class ExpertStore:
         """
         if generation < 0:
             raise ConfigError(f"{self._name}: generations count from 0, found {generation}")
-        self._guard.begin(generation, timeout)
+        if recover:
+            self._guard.begin_recovery(generation, timeout)
+            self._ledger.forget(PARTS, _ALL)
+        else:
+            self._guard.begin(generation, timeout)
         self._comparable = self._ledger.generation("w", 0) is not None
         self._written[:] = False
         self._encoder.reset()
@@ -199,15 +208,21 @@ class ExpertStore:
 
     @contextmanager
     def writing(
-        self, generation: int, *, timeout: float | None = None, on_torn: Callable[[str], None] | None = None
+        self,
+        generation: int,
+        *,
+        timeout: float | None = None,
+        on_torn: Callable[[str], None] | None = None,
+        recover: bool = False,
     ) -> Generator[Step]:
         """`begin`, the block, `seal`. If block or seal raise, the store is torn, unless nothing was written yet.
 
         Args:
+            timeout, recover: as for `begin`.
             on_torn: called with the reason, to declare the masters torn as well.
         """
         step = Step()
-        self.begin(generation, timeout=timeout)
+        self.begin(generation, timeout=timeout, recover=recover)
         try:
             yield step
             step.finish(self.seal())
