@@ -162,7 +162,7 @@ class LazyTensors(Mapping[str, torch.Tensor]):
             return dict.fromkeys(self._keys(single), single)
         try:
             weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{index}: not an index with a weight_map: {error!r}") from error
         held = {name: file for file in sorted(set(weight_map.values())) for name in self._keys(file)}
         if held != weight_map:

@@ -21,7 +21,7 @@ import torch
 from weftpub.checkpoint.atomic import AtomicDirectory
 from weftpub.checkpoint.files import DTYPE_NAMES, LazyTensors, ShardedWriter
 from weftpub.checkpoint.tree import flatten, unflatten
-from weftpub.errors import CheckpointError
+from weftpub.errors import CheckpointError, ConfigError
 from weftpub.masters import format_names
 from weftpub.store import ExpertStore
 from weftpub_kernels import checksum
@@ -141,12 +141,16 @@ def load_state(directory: Path | str, *, optimizers: Mapping[str, Stateful], sto
         raise CheckpointError(f"{directory}: holds optimizers {sorted(states)}, expected {sorted(optimizers)}")
     extra = unflatten(body["extra"], trainer)
     checksums = {name: int(entry["checksum"]) for name, entry in body["tensors"][_EXPERTS].items()}
+    loaded: list[str] = []
     try:
         for name, optimizer in optimizers.items():
             optimizer.load_state_dict(states[name])
+            loaded.append(name)
         store.load(int(body["generation"]), experts, checksums)
     except BaseException as error:
-        store.mark_torn(f"loading {directory} failed half-way: {error}")
+        # An optimizer that refuses its state with ConfigError has not changed anything yet.
+        if loaded or not isinstance(error, ConfigError):
+            store.mark_torn(f"loading {directory} failed half-way, after {format_names(loaded)}: {error}")
         raise
     return SavedState(directory, int(body["version"]), int(body["generation"]), extra)
 
