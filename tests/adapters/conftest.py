@@ -1,12 +1,8 @@
 """Fixtures of the adapter tests, and the switch that sends tests of a foreign system into a process of its own."""
 
-import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from isolated import CHILD, Child, IsolatedItem
 
 _CHILDREN = pytest.StashKey[list[Child]]()

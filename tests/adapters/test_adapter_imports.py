@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 import weftpub_adapters
 
 ROOT = Path(weftpub_adapters.__file__).parent

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from weftpub_adapters.megatron import support
-from weftpub_adapters.megatron.fields import Qwen3MoeFields, read_config
 
 from weftpub.errors import ConfigError
+from weftpub_adapters.megatron import support
+from weftpub_adapters.megatron.fields import Qwen3MoeFields, read_config
 
 
 def test_fields_are_read_as_written(hf_config: dict[str, Any]) -> None:

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from weftpub_adapters.megatron.gradients import clip_global_norm
 
 from weftpub.errors import NonFiniteGradientError
+from weftpub_adapters.megatron.gradients import clip_global_norm
 
 
 def gradients() -> dict[str, torch.Tensor]:

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
-from weftpub_adapters.megatron.linear import StoreLinear, StoreMatrix
 
 from weftpub.errors import GenerationError
 from weftpub.masters import ExpertMatrix
 from weftpub.store import ExpertStore
+from weftpub_adapters.megatron.linear import StoreLinear, StoreMatrix
 
 HIDDEN, WIDE = 256, 128
 FC1 = ExpertMatrix(0, 3, "fc1")

@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import random_tensors
-from weftpub_adapters.megatron.fields import Qwen3MoeFields
-from weftpub_adapters.megatron.loader import fill_parameters, read_parameters
-from weftpub_adapters.megatron.names import expert_of, parameter_sources, plain_name
 
 from weftpub.errors import CheckpointError, ConfigError
 from weftpub.masters import ExpertMatrix
+from weftpub_adapters.megatron.fields import Qwen3MoeFields
+from weftpub_adapters.megatron.loader import fill_parameters, read_parameters
+from weftpub_adapters.megatron.names import expert_of, parameter_sources, plain_name
 
 
 @pytest.fixture
