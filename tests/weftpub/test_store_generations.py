@@ -203,6 +203,32 @@ def test_load_opens_a_torn_store_at_an_older_generation() -> None:
     fill(store, 8)
 
 
+def test_masters_made_whole_open_a_torn_store() -> None:
+    store = make_store()
+    masters = make_masters(store)
+    fill(store, 5, masters)
+    before = published(store)
+    store.mark_torn("on purpose")
+    with store.writing(3, recover=True) as step:
+        for name, master in masters.items():
+            store.writer()(name, master)
+    assert step.report.generation == store.generation == 3
+    assert step.report.changed_share == 1.0  # nothing known was there to compare with
+    assert same_bytes(published(store), before)
+
+
+def test_a_recovery_cannot_go_back_to_what_it_gave_up() -> None:
+    store = make_store()
+    fill(store, 5)
+    store.begin(6, recover=True)
+    with pytest.raises(StateError, match="recovery of generation 6 has given up"):
+        store.cancel()
+    store.mark_torn("on purpose")
+    with pytest.raises(RuntimeError, match="no masters"), store.writing(6, recover=True):
+        raise RuntimeError("no masters")
+    assert store.state is StoreState.TORN
+
+
 @pytest.mark.parametrize("wrong", ["missing", "unknown", "dtype", "shape"])
 def test_load_refuses_what_does_not_fit_and_changes_nothing(wrong: str) -> None:
     store = make_store()

@@ -8,7 +8,8 @@
 * WRITING goes back to where it came from by `cancel`, as long as nothing was written.
 * Reading needs SEALED. A reader that must see one generation for a while holds a lease (`reading`); `begin` waits for
   all leases to end, with a deadline, and so does everything else that changes or moves the bytes.
-* TORN is left by `begin_recovery` alone: the bytes are rewritten in full, from a checkpoint.
+* TORN is left by `begin_recovery` alone, which any state allows: every byte is rewritten, from a checkpoint or from
+  masters that a checkpoint made whole. It gives up what was there, so it cannot be cancelled.
 """
 
 import threading
@@ -53,6 +54,7 @@ class GenerationGuard:
         self._generation: int | None = None  # last sealed
         self._writing: int | None = None
         self._writer: int | None = None  # thread that began
+        self._recovering = False
         self._resident = True
         self._leases: dict[int, _Lease] = {}
         self._next_lease = 0
@@ -96,11 +98,17 @@ class GenerationGuard:
             self._require_resident("recovery")
             self._generation = None
             self._start_writing(generation)
+            self._recovering = True
 
     def cancel(self) -> None:
         """WRITING -> where it came from; the caller knows that nothing was written."""
         with self._changed:
-            self.require_writing("cancel")
+            generation = self.require_writing("cancel")
+            if self._recovering:
+                raise StateError(
+                    f"{self.owner}: the recovery of generation {generation} has given up what was there; finish it, or "
+                    "mark_torn"
+                )
             self._state = StoreState.EMPTY if self._generation is None else StoreState.SEALED
             self._writing = None
             self._changed.notify_all()
@@ -189,6 +197,7 @@ class GenerationGuard:
 
     def _start_writing(self, generation: int) -> None:
         self._state, self._writing, self._writer = StoreState.WRITING, generation, threading.get_ident()
+        self._recovering = False
 
     def _require_whole(self, action: str) -> None:
         if self._state is StoreState.TORN:

@@ -141,7 +141,7 @@ class ExpertStore:
         Args:
             timeout: seconds to wait for readers; by default `lease_timeout`.
             recover: start from any state, torn included, with any generation: the caller writes every matrix again from
-                masters that a checkpoint made whole.
+                masters that a checkpoint made whole. What was there is given up at once.
 
         Raises:
             GenerationError: not greater than the sealed one. StateError: one is being written, or the memory is
@@ -192,7 +192,8 @@ class ExpertStore:
         """Give up a generation of which nothing was written, as after a skipped step; the sealed one is readable again.
 
         Raises:
-            GenerationError: matrices were written, so old and new bytes are mixed.
+            GenerationError: matrices were written, so old and new bytes are mixed. StateError: a recovery cannot go
+                back.
         """
         generation = self._guard.require_writing("cancel")
         if self._written.any():
@@ -203,7 +204,9 @@ class ExpertStore:
         self._guard.cancel()
 
     def mark_torn(self, reason: str) -> None:
-        """Declare the bytes a mixture that nobody may read; only `load` opens the store again."""
+        """Declare the bytes a mixture that nobody may read; `load`, or `begin` with recover=True, opens the store
+        again.
+        """
         self._guard.tear(reason)
 
     @contextmanager
@@ -227,7 +230,7 @@ class ExpertStore:
             yield step
             step.finish(self.seal())
         except BaseException as error:
-            if self.state is StoreState.WRITING and not self._written.any():
+            if self.state is StoreState.WRITING and not self._written.any() and not recover:
                 self.cancel()
                 raise
             if self.state is not StoreState.TORN:
