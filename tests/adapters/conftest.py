@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from isolated import CHILD, Child, IsolatedItem
+from layouts import BASE
 
 _CHILDREN = pytest.StashKey[list[Child]]()
 
@@ -38,30 +39,5 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session")
 def hf_config() -> dict[str, Any]:
-    """A Qwen3-MoE that every tested size can split: 8 experts of 512, 8 heads over 4 key/value heads, an odd
-    vocabulary.
-    """
-    return {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "attention_bias": False,
-        "decoder_sparse_step": 1,
-        "head_dim": 32,
-        "hidden_act": "silu",
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "max_position_embeddings": 128,
-        "mlp_only_layers": [],
-        "model_type": "qwen3_moe",
-        "moe_intermediate_size": 512,
-        "norm_topk_prob": True,
-        "num_attention_heads": 8,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "num_hidden_layers": 2,
-        "num_key_value_heads": 4,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "use_sliding_window": False,
-        "vocab_size": 500,
-    }
+    """config.json of the model that most adapter tests use."""
+    return dict(BASE)
