@@ -18,6 +18,7 @@ tensors.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -266,6 +267,16 @@ class Attachment(OffloadTags, Checkpointing):
             for parameter in ddp.parameters():
                 set_mark(parameter, None)
         self._open, self._forwards, self._children = False, [], []
+
+    def __enter__(self) -> "Attachment":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close, unless an error is on its way: a torn or offloaded attachment cannot be closed, and would hide it."""
+        if kind is None and self._open:
+            self.close()
 
     # A step.
 
