@@ -72,7 +72,7 @@ class PieceTable:
         by_sender: dict[int, list[int]] = {}
         for index, piece in enumerate(self.pieces):
             by_sender.setdefault(self.part.moves[piece.move].send_rank, []).append(index)
-        return {sender: tuple(self._pack(indices)) for sender, indices in by_sender.items()}
+        return {sender: tuple(self.pack(indices)) for sender, indices in by_sender.items()}
 
     def describe(self, index: int) -> str:
         """The piece in words, for error messages: name, and which part of it if it is not whole."""
@@ -84,7 +84,8 @@ class PieceTable:
             return move.name
         return f"{move.name}[{', '.join(f'{a}:{a + n}' for a, n in zip(first, piece.shape, strict=True))}]"
 
-    def _pack(self, indices: Sequence[int]) -> Iterator[Chunk]:
+    def pack(self, indices: Sequence[int]) -> Iterator[Chunk]:
+        """Chunks of the given pieces, in their order, none larger than the limit."""
         members: list[int] = []
         offsets: list[int] = []
         end = 0

@@ -302,7 +302,7 @@ class Receiver:
         return reception
 
     def _check_unmoved(self) -> None:
-        """What was verified is what will be served: an offload between the two would leave other memory in its place."""
+        """What was verified is what will be served: an offload in between would leave other memory there."""
         live = self._engine.live_tensors()
         moved = sorted(n for n, address in self._verified_at.items() if n not in live or live[n].data_ptr() != address)
         if moved:

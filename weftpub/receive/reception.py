@@ -9,15 +9,15 @@ from weftpub.errors import ManifestError, StateError
 from weftpub.plan import PieceTable, PlanPart, cut_pieces
 from weftpub.receive.engine import EngineSide
 from weftpub.receive.views import BoundPlan, ReceiveViews, piece_views, require_all
-from weftpub.transport import CopyTable, ReceiveTransport, TransportKind, wait_for_device
+from weftpub.transport import CopyTable, ReceiveTransport, TransportKind, wait_for_devices
 from weftpub.wire.manifest import leaf_hash, manifest_digest, unpack_checksums
-from weftpub.wire.messages import Begin, ChunkMessage, DirectLayout
+from weftpub.wire.messages import Begin, ChunkMessage, ListedLayout
 
 __all__ = ["CopyPlans", "Reception"]
 
 type Indices = np.ndarray[tuple[int], np.dtype[np.int64]]
 
-_DIRECT_PLANS = 64  # layouts of direct chunks that are remembered; a trainer uses the same few at every publish
+_LISTED_PLANS = 64  # listed layouts that are remembered; a trainer uses the same few at every publish
 
 
 class CopyPlans:
@@ -32,12 +32,12 @@ class CopyPlans:
         self.table: PieceTable = cut_pieces(part, limit)
         self._views = piece_views(self.table)
         self._packed: dict[tuple[int, int], tuple[Indices, CopyTable]] = {}
-        self._direct: dict[bytes, tuple[Indices, CopyTable]] = {}
+        self._listed: dict[bytes, tuple[Indices, CopyTable]] = {}
 
     def of(self, chunk: ChunkMessage) -> tuple[Indices, CopyTable]:
         """The pieces in a chunk and the copies that place them; ManifestError if the chunk is none of this plan's."""
-        if isinstance(chunk.layout, DirectLayout):
-            return self._of_direct(chunk.layout, len(chunk.offers))
+        if isinstance(chunk.layout, ListedLayout):
+            return self._of_listed(chunk.layout, len(chunk.offers))
         key = (chunk.sender, chunk.sequence)
         if key not in self._packed:
             chunks = self.table.chunks.get(chunk.sender, ())
@@ -52,30 +52,30 @@ class CopyPlans:
             self._packed[key] = np.array(planned.pieces, dtype=np.int64), copies
         return self._packed[key]
 
-    def _of_direct(self, layout: DirectLayout, offers: int) -> tuple[Indices, CopyTable]:
+    def _of_listed(self, layout: ListedLayout, offers: int) -> tuple[Indices, CopyTable]:
         key = b"|".join((layout.pieces, layout.buffers, layout.offsets))
-        if key in self._direct:
-            return self._direct[key]
+        if key in self._listed:
+            return self._listed[key]
         if any(len(data) % 8 for data in (layout.pieces, layout.buffers, layout.offsets)):
-            raise ManifestError("a direct chunk's lists are 64-bit integers; do both sides run the same release?")
+            raise ManifestError("a listed chunk's lists are 64-bit integers; do both sides run the same release?")
         pieces, buffers, offsets = (
             np.frombuffer(data, dtype="<i8") for data in (layout.pieces, layout.buffers, layout.offsets)
         )
         if not (len(pieces) == len(buffers) == len(offsets) > 0) or len(np.unique(pieces)) != len(pieces):
             raise ManifestError(
-                "a direct chunk needs one buffer and one offset for each of its pieces, and each piece once"
+                "a listed chunk needs one buffer and one offset for each of its pieces, and each piece once"
             )
         count = len(self.table.pieces)
         if pieces.min() < 0 or pieces.max() >= count or buffers.min() < 0 or buffers.max() >= offers:
             raise ManifestError(
-                f"a direct chunk names pieces outside the {count} of this receiver, or buffers outside the {offers} "
+                f"a listed chunk names pieces outside the {count} of this receiver, or buffers outside the {offers} "
                 "offered"
             )
         copies = CopyTable.compile([self._views[i] for i in pieces.tolist()], offsets.tolist(), buffers.tolist())
-        if len(self._direct) >= _DIRECT_PLANS:
-            self._direct.clear()
-        self._direct[key] = pieces, copies
-        return self._direct[key]
+        if len(self._listed) >= _LISTED_PLANS:
+            self._listed.clear()
+        self._listed[key] = pieces, copies
+        return self._listed[key]
 
 
 class Reception:
@@ -152,7 +152,7 @@ class Reception:
                 opened.append(index)
             self.dirty = True
             self._views.scatter(copies, buffers)
-            wait_for_device(self._views.device)
+            wait_for_devices(self._views.devices)
         finally:
             buffers.clear()
             for index in opened:

@@ -77,9 +77,9 @@ class ReceiveViews:
         self._flat = FlatTensors(self._live, bound.names)
 
     @property
-    def device(self) -> torch.device:
+    def devices(self) -> tuple[torch.device, ...]:
         """Where the parameters are."""
-        return self._flat.device
+        return self._flat.devices
 
     @property
     def pointers(self) -> Mapping[str, int]:

@@ -10,7 +10,7 @@ from weftpub.transport.regions import (
     narrow_view,
     region_checksums,
     region_sha256,
-    wait_for_device,
+    wait_for_devices,
 )
 from weftpub.transport.shared_memory import SharedMemoryReceive, SharedMemorySend, sweep_abandoned
 
@@ -36,5 +36,5 @@ __all__ = [
     "region_checksums",
     "region_sha256",
     "sweep_abandoned",
-    "wait_for_device",
+    "wait_for_devices",
 ]

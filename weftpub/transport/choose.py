@@ -29,7 +29,7 @@ class Candidates:
     """Transports to try, best first, and why better ones are left out."""
 
     kinds: list[TransportKind] = field(default_factory=list[TransportKind])
-    reasons: list[str] = field(default_factory=list[str])
+    obstacles: dict[TransportKind, str] = field(default_factory=dict[TransportKind, str])
 
 
 def find_candidates(
@@ -56,9 +56,10 @@ def find_candidates(
         if obstacle is None:
             found.kinds.append(kind)
         else:
-            found.reasons.append(f"{kind}: {obstacle}")
+            found.obstacles[kind] = obstacle
     if not found.kinds:
-        raise TransportError(f"no transport reaches {peer} from {here}: {'; '.join(found.reasons)}")
+        reasons = "; ".join(f"{kind}: {obstacle}" for kind, obstacle in found.obstacles.items())
+        raise TransportError(f"no transport reaches {peer} from {here}: {reasons}")
     return found
 
 

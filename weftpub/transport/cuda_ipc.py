@@ -19,7 +19,7 @@ from weftpub.device import resolve_device
 from weftpub.errors import TransportError
 from weftpub.transport import cuda_driver
 from weftpub.transport.base import SendBuffer, TransportKind
-from weftpub.transport.regions import wait_for_device
+from weftpub.transport.regions import wait_for_devices
 from weftpub.wire.identity import device_index, gpu_uuid, local_identity
 from weftpub.wire.offers import CudaIpcOffer, Offer
 
@@ -82,7 +82,7 @@ class CudaIpcSend:
         """Free a packed buffer. Its receivers have closed it, or are gone."""
         address = self._buffers.pop(buffer.offer.allocation, None)
         if address is not None:
-            wait_for_device(torch.device("cuda", self._index))
+            wait_for_devices([torch.device("cuda", self._index)])
             self._handles.pop(buffer.offer.allocation, None)
             cuda_driver.free(self._index, address)
 
@@ -91,7 +91,7 @@ class CudaIpcSend:
 
     def close(self) -> None:
         """Free all packed buffers."""
-        wait_for_device(torch.device("cuda", self._index))
+        wait_for_devices([torch.device("cuda", self._index)])
         for address in self._buffers.values():
             cuda_driver.free(self._index, address)
         self._buffers.clear()
@@ -155,7 +155,7 @@ class CudaIpcReceive:
     def _close(self, keys: list[str]) -> None:
         for key in keys:
             index, address, _ = self._open.pop(key)
-            wait_for_device(torch.device("cuda", index))
+            wait_for_devices([torch.device("cuda", index)])
             cuda_driver.close_handle(index, address)
 
 

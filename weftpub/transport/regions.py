@@ -14,6 +14,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from weftpub.errors import PlanError, TransportError
 from weftpub.plan import ViewSpec, torch_dtype
 from weftpub.plan.boxes import Index
 
-__all__ = ["CopyTable", "FlatTensors", "narrow_view", "region_checksums", "region_sha256", "wait_for_device"]
+__all__ = ["CopyTable", "FlatTensors", "narrow_view", "region_checksums", "region_sha256", "wait_for_devices"]
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -39,10 +40,11 @@ def narrow_view(view: ViewSpec, start: Index, shape: Index) -> ViewSpec:
     return ViewSpec(view.param, offset, shape, view.stride, view.dtype)
 
 
-def wait_for_device(device: torch.device) -> None:
-    """Return when everything that this thread enqueued on `device` is done; nothing to wait for on a CPU."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+def wait_for_devices(devices: Iterable[torch.device]) -> None:
+    """Return when everything that this thread enqueued on the devices is done; nothing to wait for on a CPU."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
 
 
 class FlatTensors:
@@ -66,10 +68,10 @@ class FlatTensors:
             self._tensors[name] = tensor.detach()
         self.pointers = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
 
-    @property
-    def device(self) -> torch.device:
-        """Device of the tensors; "cpu" without tensors."""
-        return next((tensor.device for tensor in self._tensors.values()), torch.device("cpu"))
+    @cached_property
+    def devices(self) -> tuple[torch.device, ...]:
+        """Devices of the tensors, each once."""
+        return tuple(dict.fromkeys(tensor.device for tensor in self._tensors.values()))
 
     def moved(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
         """Names whose tensor is gone or starts at another address than when this object was made."""
@@ -223,29 +225,27 @@ def region_checksums(tensors: FlatTensors, views: Sequence[ViewSpec], scratch_by
         uint64, one per view.
     """
     result = np.zeros(len(views), dtype=np.uint64)
-    batch: list[torch.Tensor] = []
-    indices: list[int] = []
+    batches: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
     used = 0
 
     def flush() -> None:
-        nonlocal used
-        if batch:
-            result[indices] = weftpub_kernels.checksum_many(batch).cpu().numpy().view(np.uint64)
-        batch.clear()
-        indices.clear()
-        used = 0
+        for batch in batches.values():
+            sums = weftpub_kernels.checksum_many([region for _, region in batch])
+            result[[index for index, _ in batch]] = sums.cpu().numpy().view(np.uint64)
+        batches.clear()
 
     for index, view in enumerate(views):
-        nbytes = math.prod(view.shape) * torch_dtype(view.dtype).itemsize
         offset = dense_offset(view)
+        nbytes = math.prod(view.shape) * torch_dtype(view.dtype).itemsize
         if offset is None:
             if used and used + nbytes > scratch_bytes:
                 flush()
+                used = 0
             used += nbytes
-            batch.append(tensors.box(view).contiguous())
+            region = tensors.box(view).contiguous()
         else:
-            batch.append(tensors.run(view.param, offset, nbytes))
-        indices.append(index)
+            region = tensors.run(view.param, offset, nbytes)
+        batches.setdefault(region.device, []).append((index, region))
     flush()
     return result
 

@@ -39,11 +39,11 @@ __all__ = [
     "Commit",
     "Describe",
     "Described",
-    "DirectLayout",
     "Done",
     "Drop",
     "Failed",
     "Hello",
+    "ListedLayout",
     "PackedLayout",
     "Pause",
     "Probe",
@@ -161,8 +161,8 @@ class PackedLayout(_Message):
     layout: Literal["packed"] = "packed"
 
 
-class DirectLayout(_Message):
-    """The pieces lie where the sender keeps them.
+class ListedLayout(_Message):
+    """The pieces lie where this list says: where the sender keeps them, or in a buffer that holds only some of a chunk.
 
     Attributes:
         pieces: int64 indices into the receiver's piece table.
@@ -170,7 +170,7 @@ class DirectLayout(_Message):
         offsets: int64 byte offset of each piece in its allocation. All three little-endian and equally long.
     """
 
-    layout: Literal["direct"] = "direct"
+    layout: Literal["listed"] = "listed"
     pieces: bytes = Field(max_length=_MAX_CHECKSUM_BYTES)
     buffers: bytes = Field(max_length=_MAX_CHECKSUM_BYTES)
     offsets: bytes = Field(max_length=_MAX_CHECKSUM_BYTES)
@@ -191,7 +191,7 @@ class ChunkMessage(_Request):
     sender: int = Field(ge=0)
     sequence: int = Field(ge=0)
     offers: tuple[Offer, ...] = Field(min_length=1, max_length=65_536)
-    layout: Annotated[PackedLayout | DirectLayout, Field(discriminator="layout")]
+    layout: Annotated[PackedLayout | ListedLayout, Field(discriminator="layout")]
 
 
 class Verify(_Request):

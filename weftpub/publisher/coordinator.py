@@ -1,0 +1,210 @@
+"""What sender rank 0 does for all: it leads every receiver through the states of a publish, all or none.
+
+A version belongs to an engine, and an engine is all of its ranks: when one rank fails, its engine does. The policy says
+what that means for the others. With "abort" the publish ends for everybody; with "continue" the engine is left out (its
+ranks are told to abort) and the others go on.
+
+Before the commit record nothing is visible anywhere and every failure is an abort. After it the version is committed,
+whoever has heard of it: nothing is aborted any more, and `Publisher.recover` finishes what a failure left.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+from weftpub.channel import Deadlines
+from weftpub.errors import ManifestError, PlanError, WeftpubError
+from weftpub.plan import Plan
+from weftpub.publisher.peers import PeerLink, by_engine, exchange
+from weftpub.publisher.report import EngineOutcome
+from weftpub.version import EngineState
+from weftpub.wire import messages as m
+from weftpub.wire.identity import Identity
+from weftpub.wire.manifest import Manifest
+
+__all__ = ["Coordinator", "FailurePolicy"]
+
+FailurePolicy = Literal["abort", "continue"]
+type _Fields = Mapping[str, object]
+
+
+class Coordinator:
+    """Leads the receivers of one publisher.
+
+    Args:
+        links: all receivers.
+        policy: what an engine's failure means for the others.
+        deadlines: for every wait.
+        here: this process.
+        started_ns: when this publisher started.
+    """
+
+    def __init__(
+        self, links: Sequence[PeerLink], policy: FailurePolicy, deadlines: Deadlines, here: Identity, started_ns: int
+    ) -> None:
+        self.links = tuple(links)
+        self.failed: dict[str, WeftpubError] = {}
+        self._policy = policy
+        self._deadlines = deadlines
+        self._here = here
+        self._started_ns = started_ns
+        self._served: set[str] = set()
+
+    @property
+    def alive(self) -> list[PeerLink]:
+        """Receivers whose engines have not failed in this publish."""
+        return [link for link in self.links if link.engine not in self.failed]
+
+    def meet(self, *, tolerant: bool = False) -> None:
+        """Say hello to everybody: a new round. Engines that failed in an earlier one are asked again.
+
+        Args:
+            tolerant: engines that cannot be reached are left out, whatever the policy.
+        """
+        self.failed.clear()
+        fields: _Fields = {"role": "coordinator", "started_ns": self._started_ns, "identity": self._here}
+        _, faults = exchange(dict.fromkeys(self.links, (m.Hello, fields)), "hello", self._deadlines.hello)
+        if tolerant:
+            self.failed.update({link.engine: error for link, error in faults.items()})
+        else:
+            self.settle(faults)
+        self._served = {
+            engine
+            for engine, links in by_engine(self.alive).items()
+            if all(link.status is not None and link.status.state is EngineState.SERVING for link in links)
+        }
+
+    def describe(self) -> list[m.Described]:
+        """Every rank's description."""
+        replies = self._ask(m.Describe, lambda link: {}, "describe", self._deadlines.plan)
+        return [reply for reply in replies.values() if isinstance(reply, m.Described)]
+
+    def set_plan(self, plan: Plan) -> None:
+        """Give every receiver its part, unless it has it.
+
+        PlanError if the plan's receivers are not those that are linked.
+        """
+        linked, planned = {link.peer.rank for link in self.links}, set(plan.receivers)
+        if linked != planned:
+            raise PlanError(
+                f"the plan is for receiver ranks {sorted(planned)}, the publisher has peers for {sorted(linked)}"
+            )
+        due = [link for link in self.alive if link.status is None or link.status.plan_digest != plan.digest]
+        self._ask(
+            m.SetPlan,
+            lambda link: {"part": plan.for_receiver(link.peer.rank).to_json()},
+            "plan",
+            self._deadlines.plan,
+            due,
+        )
+
+    def pause(self) -> None:
+        """Pause every engine."""
+        self._ask(m.Pause, lambda link: {}, "pause", self._deadlines.pause)
+
+    def begin(self, manifest: Manifest, *, allow_rollback: bool) -> None:
+        """Announce a version to everybody."""
+        common: _Fields = {
+            "version": manifest.version,
+            "nonce": manifest.nonce,
+            "plan_digest": manifest.plan_digest,
+            "limit": manifest.limit,
+            "leaves": manifest.leaves,
+            "digest": manifest.digest,
+            "allow_rollback": allow_rollback,
+        }
+        self._ask(
+            m.Begin,
+            lambda link: {**common, "checksums": manifest.checksums[link.peer.rank]},
+            "begin",
+            self._deadlines.begin,
+        )
+
+    def verify(self, manifest: Manifest, *, sha256: bool) -> dict[int, tuple[str, ...]]:
+        """Have everybody verify; receiver rank to its pieces' sha256, if asked for."""
+        fields: _Fields = {"version": manifest.version, "nonce": manifest.nonce, "sha256": sha256}
+        replies = self._ask(m.Verify, lambda link: fields, "verify", self._deadlines.verify)
+        found: dict[int, tuple[str, ...]] = {}
+        for link, reply in replies.items():
+            if not isinstance(reply, m.Verified) or reply.digest != manifest.digest:
+                self.settle(
+                    {link: ManifestError(f"{link.label}: verified another manifest than {manifest.digest[:12]}")}
+                )
+            else:
+                found[link.peer.rank] = reply.sha256
+        return found
+
+    def commit(self, version: int, digest: str) -> None:
+        """Tell everybody that the record is on disk. Nobody is aborted from here on."""
+        fields: _Fields = {"version": version, "digest": digest}
+        self._ask(m.Commit, lambda link: fields, "commit", self._deadlines.commit, abort=False)
+
+    def resume(self) -> None:
+        """Let every engine serve that did not fail."""
+        self._ask(m.Resume, lambda link: {}, "resume", self._deadlines.resume, abort=False)
+
+    def settle(self, faults: Mapping[PeerLink, WeftpubError], *, abort: bool = True) -> None:
+        """Apply the policy to failed receivers: raise, or leave their engines out and go on with the others."""
+        if not faults:
+            return
+        first, *others = faults.values()
+        if self._policy == "abort":
+            for other in others:
+                first.add_note(f"also: {other}")
+            raise first
+        for link, error in faults.items():
+            self.failed.setdefault(link.engine, error)
+        if abort:
+            self.abort("a rank of the engine failed", [link for link in self.links if link.engine in self.failed])
+        if not self.alive:
+            first.add_note("no engine is left")
+            raise first
+
+    def abort(self, reason: str, links: Sequence[PeerLink] | None = None) -> list[str]:
+        """Tell receivers that the publish will not complete, and let engines that lost nothing serve again.
+
+        Returns:
+            what could not be done, in words.
+        """
+        told = self.links if links is None else links
+        _, faults = exchange(
+            {link: (m.Abort, {"reason": reason[:4000]}) for link in told if link.welcome is not None},
+            "abort",
+            self._deadlines.hello,
+        )
+        whole = [
+            link
+            for engine, ranks in by_engine(told).items()
+            if engine in self._served and all(link not in faults and _can_serve(link) for link in ranks)
+            for link in ranks
+        ]
+        _, more = exchange({link: (m.Resume, {}) for link in whole}, "resume", self._deadlines.resume)
+        return [f"{link.label}: could not be told to stop: {error}" for link, error in (*faults.items(), *more.items())]
+
+    def outcomes(self) -> dict[str, EngineOutcome]:
+        """Where every engine stands, by the last word of its ranks."""
+        found: dict[str, EngineOutcome] = {}
+        for engine, links in by_engine(self.links).items():
+            states = sorted({"unknown" if link.status is None else str(link.status.state) for link in links})
+            versions = {None if link.status is None else link.status.version for link in links}
+            version = versions.pop() if len(versions) == 1 else None
+            found[engine] = EngineOutcome(", ".join(states), version, str(self.failed.get(engine, "")))
+        return found
+
+    def _ask(
+        self,
+        kind: Callable[..., m.Request],
+        fields: Callable[[PeerLink], _Fields],
+        phase: str,
+        seconds: float,
+        links: Sequence[PeerLink] | None = None,
+        *,
+        abort: bool = True,
+    ) -> dict[PeerLink, m.Reply]:
+        asked = self.alive if links is None else links
+        replies, faults = exchange({link: (kind, fields(link)) for link in asked}, phase, seconds)
+        self.settle(faults, abort=abort)
+        return replies
+
+
+def _can_serve(link: PeerLink) -> bool:
+    return link.status is not None and link.status.state is EngineState.PAUSED and link.status.intact

@@ -1,0 +1,131 @@
+"""What one sender rank sends to one receiver: its pieces, their chunks, and the copies that pack them.
+
+Compiled from layouts, kept over publishes.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from weftpub.plan import Chunk, PieceTable, Plan, ViewSpec, cut_pieces
+from weftpub.publisher.sources import SourceIndex
+from weftpub.transport import CopyTable, narrow_view
+from weftpub.transport.regions import dense_offset
+from weftpub.wire.messages import ListedLayout, PackedLayout
+
+__all__ = ["Lane", "Parcel", "build_lanes"]
+
+type Indices = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+
+@dataclass(frozen=True, eq=False)
+class Parcel:
+    """One chunk message to be.
+
+    Attributes:
+        nbytes: bytes of its pieces, gaps included where it is packed.
+        layout: how the receiver finds the pieces; None: listed once the offers' offsets are known.
+        pack: copies into the staging buffer; None for pieces that are shown where they are.
+        pieces: indices in the receiver's piece table, for a parcel shown in place.
+        places: for each of them buffer name and byte offset.
+    """
+
+    nbytes: int
+    layout: PackedLayout | ListedLayout | None
+    pack: CopyTable | None
+    pieces: tuple[int, ...] = ()
+    places: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(eq=False)
+class Lane:
+    """One sender to one receiver.
+
+    Attributes:
+        receiver: receiver rank.
+        table: the receiver's piece table.
+        pieces: indices in it of the pieces that this sender sends.
+        regions: for each, the number of its region in the source index.
+        views: for each, where it lies in the sender's buffers.
+    """
+
+    receiver: int
+    table: PieceTable
+    pieces: tuple[int, ...]
+    regions: Indices
+    views: tuple[ViewSpec, ...]
+    _packed: tuple[Parcel, ...] | None = None
+    _in_place: dict[frozenset[str], tuple[Parcel, ...]] = field(
+        default_factory=dict[frozenset[str], tuple[Parcel, ...]]
+    )
+
+    def parcels(self, sender: int, in_place: frozenset[str] = frozenset()) -> Sequence[Parcel]:
+        """The parcels of a publish, in order.
+
+        Args:
+            sender: this sender rank.
+            in_place: buffers that can be shown where they are.
+        """
+        if not in_place:
+            if self._packed is None:
+                self._packed = tuple(self._pack_all(sender))
+            return self._packed
+        if in_place not in self._in_place:
+            self._in_place = {in_place: tuple(self._show(in_place))}
+        return self._in_place[in_place]
+
+    def _pack_all(self, sender: int) -> Iterator[Parcel]:
+        views = dict(zip(self.pieces, self.views, strict=True))
+        for chunk in self.table.chunks.get(sender, ()):
+            yield Parcel(chunk.nbytes, PackedLayout(), _copies(chunk, views))
+
+    def _show(self, in_place: frozenset[str]) -> Iterator[Parcel]:
+        """One parcel with everything that is dense in a buffer shown where it is, then the rest, packed."""
+        views = dict(zip(self.pieces, self.views, strict=True))
+        places = {
+            piece: (view.param, offset)
+            for piece, view in views.items()
+            if view.param in in_place and (offset := dense_offset(view)) is not None
+        }
+        if places:
+            nbytes = sum(self.table.pieces[piece].nbytes for piece in places)
+            yield Parcel(nbytes, None, None, tuple(places), tuple(places.values()))
+        for chunk in self.table.pack([piece for piece in self.pieces if piece not in places]):
+            yield Parcel(
+                chunk.nbytes, listed(chunk.pieces, [0] * len(chunk.pieces), chunk.offsets), _copies(chunk, views)
+            )
+
+
+def build_lanes(plan: Plan, sender: int, index: SourceIndex, limit: int) -> dict[int, Lane]:
+    """Lanes of a sender rank, by receiver rank; adds every piece's region to `index`."""
+    lanes: dict[int, Lane] = {}
+    for receiver in dict.fromkeys(move.recv_rank for move in plan.for_sender(sender)):
+        table = cut_pieces(plan.for_receiver(receiver), limit)
+        pieces: list[int] = []
+        numbers: list[int] = []
+        views: list[ViewSpec] = []
+        for position, piece in enumerate(table.pieces):
+            move = table.part.moves[piece.move]
+            if move.send_rank != sender:
+                continue
+            start = tuple(a + b for a, b in zip(move.send_start, piece.start, strict=True))
+            view = narrow_view(index.views[move.name], start, piece.shape)
+            pieces.append(position)
+            views.append(view)
+            numbers.append(index.add(move.name, view))
+        lanes[receiver] = Lane(receiver, table, tuple(pieces), np.array(numbers, dtype=np.int64), tuple(views))
+    return lanes
+
+
+def listed(pieces: Sequence[int], buffers: Sequence[int], offsets: Sequence[int]) -> ListedLayout:
+    """A listed layout from plain numbers."""
+    return ListedLayout(pieces=_packed(pieces), buffers=_packed(buffers), offsets=_packed(offsets))
+
+
+def _packed(numbers: Sequence[int]) -> bytes:
+    return np.array(numbers, dtype="<i8").tobytes()
+
+
+def _copies(chunk: Chunk, views: Mapping[int, ViewSpec]) -> CopyTable:
+    return CopyTable.compile([views[piece] for piece in chunk.pieces], chunk.offsets)

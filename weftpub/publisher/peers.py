@@ -1,0 +1,217 @@
+"""The publisher's links to receivers: requests with numbers, replies that match, and errors that say who, where and in
+which phase.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import zmq
+
+from weftpub import errors
+from weftpub.channel import ChannelClient, CurveKeys, Deadline, wait_any
+from weftpub.errors import ChannelError, WeftpubError
+from weftpub.wire import messages as m
+from weftpub.wire.identity import Identity, process_alive
+
+__all__ = ["Peer", "PeerLink", "by_engine", "exchange", "expect"]
+
+_SLICE_S = 0.2  # how often a wait looks whether the peer's process still exists
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A receiver to publish to.
+
+    Attributes:
+        rank: receiver rank in the plan.
+        address: where it listens.
+        engine: name of its engine; None accepts the name that it gives.
+        keys: this end's keys for TCP.
+    """
+
+    rank: int
+    address: str
+    engine: str | None = None
+    keys: CurveKeys | None = None
+
+
+class PeerLink:
+    """A connection to one receiver, kept over publishes. Not shared between threads.
+
+    Args:
+        peer: the receiver.
+        run_id, session: go into every request.
+        here: this process.
+        context: ZeroMQ context of the publisher.
+    """
+
+    def __init__(
+        self, peer: Peer, run_id: str, session: str, here: Identity, context: "zmq.Context[zmq.Socket[bytes]]"
+    ) -> None:
+        self.peer = peer
+        self.client = ChannelClient(peer.address, peer.keys, context)
+        self.welcome: m.Welcome | None = None
+        self.status: m.StatusReport | None = None
+        self._head = {"run_id": run_id, "session": session}
+        self._here = here
+        self._number = 0
+        self._waiting: set[int] = set()
+
+    @property
+    def engine(self) -> str:
+        """Name of the receiver's engine, as far as it is known."""
+        if self.welcome is not None:
+            return self.welcome.engine
+        return self.peer.engine or f"the engine at {self.peer.address}"
+
+    @property
+    def label(self) -> str:
+        """The receiver in words: engine, rank, host, process, device."""
+        if self.welcome is None:
+            return f"receiver rank {self.peer.rank} at {self.peer.address}"
+        return f"{self.welcome.engine} receiver rank {self.peer.rank} ({self.welcome.identity}, {self.welcome.device})"
+
+    def post(self, kind: Callable[..., m.Request], deadline: Deadline, **fields: object) -> int:
+        """Send a request; its number. DeadlineError if nobody listens, ChannelError if the process has ended."""
+        self._number += 1
+        data = m.encode(kind(request=self._number, **self._head, **fields))
+        while not self.client.try_send(data, min(_SLICE_S, deadline.left)):
+            self.require_alive(deadline)
+            if deadline.passed:
+                raise deadline.error(f"nobody listens at {self.peer.address}; has the receiver been started?")
+        self._waiting.add(self._number)
+        return self._number
+
+    def collect(self) -> list[m.Reply]:
+        """Replies that have arrived to requests that still wait; others are of requests given up and are dropped."""
+        replies: list[m.Reply] = []
+        while (data := self.client.take()) is not None:
+            reply = m.decode_reply(data)
+            if reply.request in self._waiting:
+                self._waiting.discard(reply.request)
+                self.status = reply.status
+                if isinstance(reply, m.Welcome):
+                    self._greet(reply)
+                replies.append(reply)
+        return replies
+
+    def forget(self) -> None:
+        """Stop waiting for every outstanding request."""
+        self._waiting.clear()
+
+    def require_alive(self, deadline: Deadline) -> None:
+        """ChannelError if the receiver's process is known to have ended."""
+        if not self.alive:
+            raise ChannelError(
+                f"{self.label}: its process ended in phase {deadline.phase}, after {deadline.elapsed:.1f} s; restart "
+                "it and publish again"
+            )
+
+    @property
+    def alive(self) -> bool:
+        """Whether the receiver's process exists, as far as it can be told from here."""
+        return self.welcome is None or process_alive(self.welcome.identity, self._here)
+
+    def error_of(self, reply: m.Failed) -> WeftpubError:
+        """The error that a receiver reported, as one of this process: of the same class if it is one of weftpub's."""
+        found = getattr(errors, reply.error, None)
+        if isinstance(found, type) and issubclass(found, WeftpubError):
+            error = found(f"{self.label}: {reply.message}")
+        else:
+            error = ChannelError(f"{self.label}: {reply.error}: {reply.message}")
+        error.add_note(_standing(self.label, reply.status))
+        return error
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.client.close()
+
+    def _greet(self, welcome: m.Welcome) -> None:
+        if welcome.rank != self.peer.rank or self.peer.engine not in (None, welcome.engine):
+            raise ChannelError(
+                f"{self.peer.address}: answers as rank {welcome.rank} of engine {welcome.engine!r}, expected rank "
+                f"{self.peer.rank} of "
+                f"{self.peer.engine or 'any engine'}; check the addresses"
+            )
+        self.welcome = welcome
+
+
+def exchange(
+    requests: Mapping[PeerLink, tuple[Callable[..., m.Request], Mapping[str, object]]], phase: str, seconds: float
+) -> tuple[dict[PeerLink, m.Reply], dict[PeerLink, WeftpubError]]:
+    """Ask several receivers at once and wait for all of them: a slow one costs its own time, and a dead one ends only
+    its own wait.
+
+    Args:
+        requests: message class and fields per receiver.
+        phase: for messages.
+        seconds: what each may take.
+
+    Returns:
+        replies of those that succeeded, errors of the others.
+    """
+    replies: dict[PeerLink, m.Reply] = {}
+    faults: dict[PeerLink, WeftpubError] = {}
+    waits: dict[PeerLink, Deadline] = {}
+    for link, (kind, fields) in requests.items():
+        deadline = Deadline(link.label, phase, seconds)
+        try:
+            link.post(kind, deadline, **fields)
+            waits[link] = deadline
+        except WeftpubError as error:
+            faults[link] = error
+    while waits:
+        _take_replies(waits, replies, faults)
+        for link, deadline in list(waits.items()):
+            try:
+                link.require_alive(deadline)
+                if deadline.passed:
+                    raise deadline.error("its process exists but does not answer: the engine, or a copy, is stuck")
+            except WeftpubError as error:
+                link.forget()
+                faults[link] = error
+                del waits[link]
+    return replies, faults
+
+
+def _take_replies(
+    waits: dict[PeerLink, Deadline], replies: dict[PeerLink, m.Reply], faults: dict[PeerLink, WeftpubError]
+) -> None:
+    """Wait a slice of time for replies, and move whoever answered out of `waits`."""
+    wait_any([link.client for link in waits], min(_SLICE_S, *(deadline.left for deadline in waits.values())))
+    for link in list(waits):
+        try:
+            for reply in link.collect():
+                if isinstance(reply, m.Failed):
+                    faults[link] = link.error_of(reply)
+                else:
+                    replies[link] = reply
+                waits.pop(link, None)
+        except WeftpubError as error:
+            link.forget()
+            faults[link] = error
+            waits.pop(link, None)
+
+
+def expect(faults: Mapping[PeerLink, WeftpubError]) -> None:
+    """Raise the first of the errors, with the others as notes."""
+    if faults:
+        first, *others = faults.values()
+        for other in others:
+            first.add_note(f"also: {other}")
+        raise first
+
+
+def _standing(label: str, status: m.StatusReport) -> str:
+    text = f"{label} is {status.state}, version {status.version}"
+    if status.lost is not None:
+        text += f", lost version {status.lost}"
+    return f"{text}: {status.reason}" if status.reason else text
+
+
+def by_engine(links: Sequence[PeerLink]) -> dict[str, list[PeerLink]]:
+    """Links grouped by engine."""
+    groups: dict[str, list[PeerLink]] = {}
+    for link in links:
+        groups.setdefault(link.engine, []).append(link)
+    return groups

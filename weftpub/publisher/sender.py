@@ -1,0 +1,268 @@
+"""One sender rank's half of a publish: its tensors' checksums, its links and transports, its transfer.
+
+Kept over publishes.
+"""
+
+import base64
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from weftpub.channel import Deadlines
+from weftpub.errors import StateError, TransportError, WeftpubError
+from weftpub.plan import Plan, ViewSpec
+from weftpub.publisher.lanes import Lane, build_lanes
+from weftpub.publisher.peers import PeerLink, exchange
+from weftpub.publisher.sources import SourceBuffers, SourceIndex
+from weftpub.publisher.staging import BUFFERS, Staged, StagingPool
+from weftpub.publisher.transfer import Route, Transfer
+from weftpub.transport import (
+    FlatTensors,
+    SendTransport,
+    TransportKind,
+    TransportWish,
+    find_candidates,
+    open_send_transport,
+    region_sha256,
+)
+from weftpub.wire import messages as m
+from weftpub.wire.identity import Identity
+
+__all__ = ["Sender"]
+
+_PROBE_BYTES = 4096
+
+
+class Sender:
+    """What one sender rank sends.
+
+    Args:
+        rank: sender rank.
+        run_id: the run.
+        wish: transport, or "auto".
+        deadlines: for every wait.
+        max_staging_bytes: most extra memory for packing.
+        here: this process.
+    """
+
+    def __init__(
+        self, rank: int, run_id: str, wish: TransportWish, deadlines: Deadlines, max_staging_bytes: int, here: Identity
+    ) -> None:
+        self.rank = rank
+        self.limit = max_staging_bytes // BUFFERS
+        self._kinds: dict[int, str] = {}
+        self._reasons: dict[str, str] = {}
+        self._nbytes = 0
+        self._chunks = 0
+        self._run_id = run_id
+        self._wish: TransportWish = wish
+        self._deadlines = deadlines
+        self._here = here
+        self._open: dict[TransportKind, SendTransport] = {}
+        self._pool = StagingPool(self._transport)
+        self._device = torch.device("cpu")
+        self._version = 0
+        self._chosen: dict[PeerLink, tuple[Identity, torch.device, TransportKind]] = {}
+        self._compiled: tuple[str, SourceIndex, dict[int, Lane], dict[str, int]] | None = None
+        self._sources: SourceBuffers | None = None
+        self._tensors: FlatTensors | None = None
+
+    def totals(self) -> dict[str, Any]:
+        """What was sent, and how, as plain data."""
+        return {
+            "nbytes": self._nbytes,
+            "chunks": self._chunks,
+            "staging_bytes": self._pool.nbytes,
+            "transports": {str(rank): kind for rank, kind in self._kinds.items()},
+            "reasons": self._reasons,
+        }
+
+    def bind(self, plan: Plan, sources: SourceBuffers, version: int) -> None:
+        """Take the tensors of one publish; compile the lanes if plan or layouts are new.
+
+        Raises:
+            PlanError: names, shapes or dtypes are not those of the plan.
+        """
+        if (
+            self._compiled is None
+            or self._compiled[0] != plan.digest
+            or not _same(self._compiled[1].views, sources.views)
+        ):
+            index = SourceIndex(plan, self.rank, sources.views)
+            lanes = build_lanes(plan, self.rank, index, self.limit)
+            replicas = {name: index.add(name, index.views[name]) for name in replicated(plan, self.rank)}
+            self._compiled = plan.digest, index, lanes, replicas
+        index = self._compiled[1]
+        index.check(sources.buffers)
+        self._sources = sources
+        self._tensors = FlatTensors(sources.buffers, index.buffers)
+        self._device = next((d for d in self._tensors.devices if d.type == "cuda"), torch.device("cpu"))
+        self._version = version
+        self._nbytes = self._chunks = 0
+        self._kinds.clear()
+
+    def checksums(self, known: Mapping[str, int]) -> dict[str, Any]:
+        """Checksums as plain data: per receiver those of this sender's pieces, and those of tensors that other ranks
+        hold too.
+        """
+        compiled, _, tensors = self._bound()
+        _, index, lanes, replicas = compiled
+        values = index.checksums(tensors, known, self.limit)
+        return {
+            "pieces": {str(receiver): _encode(values[lane.regions]) for receiver, lane in lanes.items()},
+            "replicas": {name: int(values[number]) for name, number in replicas.items()},
+        }
+
+    def sha256(self) -> dict[str, list[str]]:
+        """sha256 of this sender's pieces per receiver, of the bytes that the trainer computes with."""
+        compiled, _, tensors = self._bound()
+        _, index, lanes, _ = compiled
+        regions = index.regions
+        digests = region_sha256(tensors, regions)
+        return {
+            str(receiver): [digests[number] for number in lane.regions.tolist()] for receiver, lane in lanes.items()
+        }
+
+    def transfer(
+        self, links: Mapping[int, PeerLink], nonce: str, failed: Callable[[PeerLink, WeftpubError], Sequence[PeerLink]]
+    ) -> None:
+        """Send all pieces to the given receivers, by rank.
+
+        Args:
+            links: receivers that have been greeted in this publish: what an earlier one left them to read they have let
+                go of.
+            failed: see `Transfer`.
+        """
+        compiled, sources, tensors = self._bound()
+        greeted = set(links.values())
+        self._pool.reclaim(lambda link: link in greeted or not link.alive)
+        routes: list[Route] = []
+        for receiver, lane in compiled[2].items():
+            if receiver in links:
+                kind = self._choose(links[receiver])
+                self._kinds[receiver] = kind
+                routes.append(Route(lane, links[receiver], kind))
+        transfer = Transfer(
+            sender=self.rank,
+            version=self._version,
+            nonce=nonce,
+            sources=sources,
+            tensors=tensors,
+            pool=self._pool,
+            transports=self._transport,
+            seconds=self._deadlines.chunk,
+            failed=lambda link, error: self._left_out(failed(link, error)),
+            drop=self._drop,
+        )
+        try:
+            transfer.run(routes)
+        finally:
+            self._reasons.update(transfer.reasons)
+            self._nbytes, self._chunks = transfer.nbytes, transfer.chunks
+
+    def _left_out(self, links: Sequence[PeerLink]) -> Sequence[PeerLink]:
+        """Take back the buffers of receivers that were left out, once they say that they read no more, or are dead."""
+        asked = {link: (m.Status, {}) for link in links if link.welcome is not None and link.alive}
+        answered, _ = exchange(asked, "end of reading", min(5.0, self._deadlines.chunk))
+        self._pool.reclaim(lambda link: link in answered or not link.alive)
+        return links
+
+    def end_publish(self) -> None:
+        """Let go of the publish's tensors and of what its transports held for it."""
+        self._sources = self._tensors = None
+        for transport in self._open.values():
+            transport.end_publish()
+        if self._open.pop("shared_memory", None) is not None:
+            self._pool.forget("shared_memory")
+
+    def close(self) -> None:
+        """Free all staging memory. Receivers have been told goodbye."""
+        self.end_publish()
+        for transport in self._open.values():
+            transport.close()
+        self._open.clear()
+
+    def _bound(self) -> tuple[tuple[str, SourceIndex, dict[int, Lane], dict[str, int]], SourceBuffers, FlatTensors]:
+        if self._compiled is None or self._sources is None or self._tensors is None:
+            raise StateError("no publish is under way on this sender rank")
+        return self._compiled, self._sources, self._tensors
+
+    def _transport(self, kind: TransportKind) -> SendTransport:
+        if kind not in self._open:
+            self._open[kind] = open_send_transport(kind, self._device, self._run_id, self._version)
+        return self._open[kind]
+
+    def _choose(self, link: PeerLink) -> TransportKind:
+        """The transport to a receiver: found once per receiver process and device, by trying."""
+        welcome = link.welcome
+        if welcome is None:
+            raise StateError(f"{link.label}: has not been greeted")
+        known = self._chosen.get(link)
+        if known is not None and known[:2] == (welcome.identity, self._device):
+            return known[2]
+        found = find_candidates(self._here, welcome.identity, self._device, welcome.transports, self._wish)
+        if "cuda_ipc" in found.obstacles and self._device.type == "cuda":
+            self._reasons[f"cuda_ipc, receiver rank {link.peer.rank}"] = found.obstacles["cuda_ipc"]
+        for kind in found.kinds:
+            obstacle = self._probe(link, kind)
+            if obstacle is None:
+                self._chosen[link] = welcome.identity, self._device, kind
+                return kind
+            self._reasons[f"{kind}, receiver rank {link.peer.rank}"] = obstacle
+        raise TransportError(
+            f"{link.label}: no transport works: {'; '.join(f'{k}: {v}' for k, v in self._reasons.items())}"
+        )
+
+    def _probe(self, link: PeerLink, kind: TransportKind) -> str | None:
+        """Why the receiver cannot open a buffer over this transport; None if it can."""
+        try:
+            transport = self._transport(kind)
+            buffer = transport.allocate(_PROBE_BYTES)
+        except TransportError as error:
+            return str(error)
+        try:
+            _, faults = exchange({link: (m.Probe, {"offer": buffer.offer})}, f"probe of {kind}", self._deadlines.hello)
+        finally:
+            transport.free(buffer)
+        fault = faults.get(link)
+        if fault is not None and not isinstance(fault, TransportError):
+            raise fault
+        return None if fault is None else str(fault)
+
+    def _drop(self, staged: Staged) -> None:
+        """Have every receiver that has a buffer open let go of it, before it is freed."""
+        requests = {
+            link: (m.Drop, {"allocations": [staged.buffer.offer.allocation]}) for link in staged.opened if link.alive
+        }
+        _, faults = exchange(requests, "drop of a buffer", self._deadlines.hello)
+        if faults:
+            raise next(iter(faults.values()))
+
+
+def replicated(plan: Plan, rank: int) -> list[str]:
+    """Names of which `rank` and another sender rank hold the same box, in the plan's order."""
+    holders: dict[tuple[str, object], int] = {}
+    for shard in plan.sources:
+        holders[shard.name, shard.box] = holders.get((shard.name, shard.box), 0) + 1
+    return [shard.name for shard in plan.sources if shard.rank == rank and holders[shard.name, shard.box] > 1]
+
+
+def new_nonce() -> str:
+    """A fresh nonce."""
+    return secrets.token_hex(16)
+
+
+def decode(text: str) -> "np.ndarray[tuple[int], np.dtype[np.uint64]]":
+    """Checksums from `Sender.checksums`."""
+    return np.frombuffer(base64.b64decode(text), dtype="<u8")
+
+
+def _encode(values: "np.ndarray[tuple[int], np.dtype[np.uint64]]") -> str:
+    return base64.b64encode(values.astype("<u8", copy=False).tobytes()).decode()
+
+
+def _same(old: Mapping[str, ViewSpec], new: Mapping[str, ViewSpec]) -> bool:
+    return old is new or old == new

@@ -1,0 +1,98 @@
+"""The few buffers that a sender packs into: never more than their budget, and never written again before the receiver
+let go.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from weftpub.errors import TransportError
+from weftpub.publisher.peers import PeerLink
+from weftpub.transport import SendBuffer, SendTransport, TransportKind
+
+__all__ = ["BUFFERS", "Staged", "StagingPool"]
+
+BUFFERS = 2  # one is packed while the receiver copies out of the other
+
+
+@dataclass(eq=False)
+class Staged:
+    """A staging buffer.
+
+    Attributes:
+        reader: the receiver that may be reading it; None if it is free.
+        opened: receivers that have had it open.
+    """
+
+    kind: TransportKind
+    buffer: SendBuffer
+    reader: PeerLink | None = None
+    opened: set[PeerLink] = field(default_factory=set[PeerLink])
+
+
+class StagingPool:
+    """At most `BUFFERS` buffers, of whatever transports are asked for.
+
+    Args:
+        transports: opens the sender's side of a transport, or finds it open.
+    """
+
+    def __init__(self, transports: Callable[[TransportKind], SendTransport]) -> None:
+        self._transports = transports
+        self._staged: list[Staged] = []
+
+    def take(self, kind: TransportKind, nbytes: int, reader: PeerLink, drop: Callable[[Staged], None]) -> Staged | None:
+        """A free buffer of at least `nbytes` for `reader`, None while all are in use.
+
+        Args:
+            drop: tells every receiver that has a buffer open to let go of it, before it is freed to make room for
+                another.
+        """
+        free = [staged for staged in self._staged if staged.reader is None]
+        for staged in free:
+            if staged.kind == kind and staged.buffer.tensor.numel() >= nbytes:
+                staged.reader = reader
+                return staged
+        if len(self._staged) >= BUFFERS:
+            if not free:
+                return None
+            drop(free[0])
+            self._free(free[0])
+        staged = Staged(kind, self._transports(kind).allocate(nbytes), reader)
+        self._staged.append(staged)
+        return staged
+
+    def release(self, staged: Staged, users: set[PeerLink]) -> None:
+        """The reader let go. Once all of `users` have had the buffer open, its name may go too."""
+        if staged.reader is not None:
+            staged.opened.add(staged.reader)
+        staged.reader = None
+        if staged.opened >= users:
+            self._transports(staged.kind).everyone_opened(staged.buffer)
+
+    def reclaim(self, gone: Callable[[PeerLink], bool]) -> None:
+        """Take back buffers that a failed publish left with a reader which no longer reads."""
+        for staged in self._staged:
+            if staged.reader is not None and gone(staged.reader):
+                staged.reader = None
+
+    def require_progress(self) -> None:
+        """TransportError if no buffer can ever come back in this publish."""
+        if self._staged and all(staged.reader is not None for staged in self._staged) and len(self._staged) >= BUFFERS:
+            readers = ", ".join(sorted({staged.reader.label for staged in self._staged if staged.reader is not None}))
+            raise TransportError(
+                f"every staging buffer is still with a receiver that failed: {readers}; end that process and publish "
+                "again"
+            )
+
+    def forget(self, kind: TransportKind) -> None:
+        """Forget buffers that the transport itself has freed."""
+        self._staged = [staged for staged in self._staged if staged.kind != kind]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(staged.buffer.tensor.numel() for staged in self._staged)
+
+    def _free(self, staged: Staged) -> None:
+        self._staged.remove(staged)
+        self._transports(staged.kind).free(staged.buffer)

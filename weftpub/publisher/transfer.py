@@ -1,0 +1,234 @@
+"""Move one sender rank's pieces to their receivers: pack, offer, wait for the release, reuse. One thread, two buffers,
+any number of receivers.
+
+While one receiver copies out of a buffer, the next chunk is packed into the other, for whichever receiver is next. A
+receiver that fails takes its engine out, or ends the transfer, as the policy says; its deadline runs from its last sign
+of life.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from weftpub.channel import Deadline, wait_any
+from weftpub.errors import TransportError, WeftpubError
+from weftpub.publisher.lanes import Lane, Parcel, listed
+from weftpub.publisher.peers import PeerLink
+from weftpub.publisher.sources import SourceBuffers
+from weftpub.publisher.staging import Staged, StagingPool
+from weftpub.transport import FlatTensors, SendTransport, TransportKind, wait_for_devices
+from weftpub.wire import messages as m
+from weftpub.wire.offers import Offer
+
+__all__ = ["Route", "Transfer"]
+
+_SLICE_S = 0.2
+_AHEAD = 2  # chunks that one receiver may have before it answers
+
+
+@dataclass(frozen=True)
+class Route:
+    """A lane with the link and the transport it goes over."""
+
+    lane: Lane
+    link: PeerLink
+    kind: TransportKind
+
+
+@dataclass(eq=False)
+class _Progress:
+    """How far one receiver is."""
+
+    route: Route
+    parcels: Sequence[Parcel]
+    deadline: Deadline
+    following: int = 0
+    waiting: dict[int, Staged | None] = field(default_factory=dict[int, Staged | None])
+
+    @property
+    def finished(self) -> bool:
+        return self.following == len(self.parcels) and not self.waiting
+
+
+class Transfer:
+    """One publish's transfer from one sender rank.
+
+    Args:
+        sender: this sender rank.
+        version, nonce: of the publish.
+        sources: the buffers; `tensors` are their bytes.
+        pool: staging buffers.
+        transports: the sender's side of a transport.
+        seconds: deadline of each chunk.
+        failed: called when a receiver fails; raises to end the transfer, or returns the links that are to be left out
+            from then on.
+        drop: see `StagingPool.take`.
+    """
+
+    def __init__(
+        self,
+        *,
+        sender: int,
+        version: int,
+        nonce: str,
+        sources: SourceBuffers,
+        tensors: FlatTensors,
+        pool: StagingPool,
+        transports: Callable[[TransportKind], SendTransport],
+        seconds: float,
+        failed: Callable[[PeerLink, WeftpubError], Sequence[PeerLink]],
+        drop: Callable[[Staged], None],
+    ) -> None:
+        self._sender = sender
+        self._version = version
+        self._nonce = nonce
+        self._sources = sources
+        self._tensors = tensors
+        self._pool = pool
+        self._transports = transports
+        self._seconds = seconds
+        self._failed = failed
+        self._drop = drop
+        self._exports: dict[TransportKind, dict[str, tuple[Offer, int]]] = {}
+        self.nbytes = 0
+        self.chunks = 0
+        self.reasons: dict[str, str] = {}
+
+    def run(self, routes: Sequence[Route]) -> None:
+        """Send everything; on return every receiver has copied and released all of it, or was left out."""
+        progress = {route.link: self._start(route) for route in routes}
+        users: dict[TransportKind, set[PeerLink]] = {r.kind: set() for r in routes}
+        for route in routes:
+            users[route.kind].add(route.link)
+        queue = deque(progress)
+        while any(not p.finished for p in progress.values()):
+            posted = self._post_round(queue, progress)
+            self._receive(progress, users, 0.0 if posted else _SLICE_S)
+            self._watch(progress)
+            for link in list(queue):
+                if link not in progress:
+                    queue.remove(link)
+
+    def _start(self, route: Route) -> _Progress:
+        in_place = self._showable(route.kind)
+        parcels = route.lane.parcels(self._sender, in_place)
+        return _Progress(
+            route, parcels, Deadline(route.link.label, f"chunks of version {self._version}", self._seconds)
+        )
+
+    def _showable(self, kind: TransportKind) -> frozenset[str]:
+        """Buffers that can be shown where they are over this transport; the first reason against one is noted."""
+        if not self._sources.in_place:
+            return frozenset()
+        if kind not in self._exports:
+            exports: dict[str, tuple[Offer, int]] = {}
+            for name, buffer in self._sources.buffers.items():
+                try:
+                    exports[name] = self._transports(kind).export(buffer, self._sources.keep)
+                except TransportError as error:
+                    self.reasons.setdefault(f"{kind}, in place", str(error))
+            self._exports[kind] = exports
+        return frozenset(self._exports[kind])
+
+    def _post_round(self, queue: "deque[PeerLink]", progress: dict[PeerLink, _Progress]) -> bool:
+        """Post one chunk to every receiver that can take one; whether any was posted."""
+        posted = False
+        for _ in range(len(queue)):
+            link = queue[0]
+            queue.rotate(-1)
+            if link in progress and self._post_next(progress, link):
+                posted = True
+        return posted
+
+    def _post_next(self, progress: dict[PeerLink, _Progress], link: PeerLink) -> bool:
+        p = progress[link]
+        if p.following == len(p.parcels) or len(p.waiting) >= _AHEAD:
+            return False
+        parcel = p.parcels[p.following]
+        staged: Staged | None = None
+        if parcel.pack is None:
+            offers, layout = self._offers_in_place(p.route.kind, parcel)
+        else:
+            staged = self._pool.take(p.route.kind, self._buffer_size(p), link, self._drop)
+            if staged is None:
+                return False
+            parcel.pack.gather(self._tensors, [staged.buffer.tensor])
+            wait_for_devices(self._tensors.devices)
+            offers, layout = (staged.buffer.offer,), parcel.layout
+        if not p.waiting:
+            p.deadline.restart()
+        try:
+            number = link.post(
+                m.ChunkMessage,
+                p.deadline,
+                version=self._version,
+                nonce=self._nonce,
+                sender=self._sender,
+                sequence=p.following,
+                offers=offers,
+                layout=layout,
+            )
+        except WeftpubError as error:
+            if staged is not None:
+                staged.reader = None  # it never heard of the buffer
+            self._leave_out(progress, link, error)
+            return False
+        p.waiting[number] = staged
+        p.following += 1
+        self.nbytes += parcel.nbytes
+        self.chunks += 1
+        return True
+
+    def _buffer_size(self, p: _Progress) -> int:
+        """One size for all chunks to a receiver, so that its buffers are opened once."""
+        return max(parcel.nbytes for parcel in p.parcels if parcel.pack is not None)
+
+    def _offers_in_place(self, kind: TransportKind, parcel: Parcel) -> tuple[tuple[Offer, ...], m.ListedLayout]:
+        exports = self._exports[kind]
+        numbers: dict[str, int] = {}
+        for name, _ in parcel.places:
+            numbers.setdefault(name, len(numbers))
+        wait_for_devices(self._tensors.devices)
+        layout = listed(
+            parcel.pieces,
+            [numbers[name] for name, _ in parcel.places],
+            [exports[name][1] + offset for name, offset in parcel.places],
+        )
+        return tuple(exports[name][0] for name in numbers), layout
+
+    def _receive(
+        self, progress: dict[PeerLink, _Progress], users: Mapping[TransportKind, set[PeerLink]], seconds: float
+    ) -> None:
+        waiting = [p.route.link for p in progress.values() if p.waiting]
+        if not waiting:
+            self._pool.require_progress()
+            return
+        wait_any([link.client for link in waiting], seconds)
+        for link in waiting:
+            if link not in progress:
+                continue
+            try:
+                for reply in link.collect():
+                    staged = progress[link].waiting.pop(reply.request, None)
+                    if staged is not None:
+                        self._pool.release(staged, users[staged.kind])
+                    if isinstance(reply, m.Failed):
+                        raise link.error_of(reply)
+                    progress[link].deadline.restart()
+            except WeftpubError as error:
+                self._leave_out(progress, link, error)
+
+    def _watch(self, progress: dict[PeerLink, _Progress]) -> None:
+        for link, p in list(progress.items()):
+            if link not in progress or not p.waiting:
+                continue
+            try:
+                link.require_alive(p.deadline)
+                if p.deadline.passed:
+                    raise p.deadline.error("its process exists but does not answer: the engine, or a copy, is stuck")
+            except WeftpubError as error:
+                self._leave_out(progress, link, error)
+
+    def _leave_out(self, progress: dict[PeerLink, _Progress], link: PeerLink, error: WeftpubError) -> None:
+        for gone in self._failed(link, error):
+            progress.pop(gone, None)
