@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -35,8 +36,16 @@ def metadata() -> dict[str, Any]:
 
 
 def sharded(ddp: Any, opt: Any, *, loading: bool = False) -> dict[str, Any]:
-    model = ddp.sharded_state_dict(metadata=metadata())
+    if loading and not opt.chained_optimizers[0].optimizer.state:
+        train_once(ddp, opt)  # without TransformerEngine, Megatron asks for a step count before it has loaded one
+    model = ddp.module.module.sharded_state_dict(metadata=metadata())
     return {"model": model, "optimizer": opt.sharded_state_dict(model, is_loading=loading, metadata=metadata())}
+
+
+def train_once(ddp: Any, opt: Any) -> None:
+    from attach_support import train
+
+    train(ddp, opt)
 
 
 def save(ddp: Any, opt: Any, path: Path) -> None:
@@ -50,8 +59,16 @@ def load(ddp: Any, opt: Any, path: Path) -> None:
     from megatron.core import dist_checkpointing
 
     state = dist_checkpointing.load(sharded(ddp, opt, loading=True), str(path))
-    ddp.load_state_dict(state["model"])
+    inner = opt.chained_optimizers[0].optimizer
+    if isinstance(inner, torch.optim.AdamW):
+        # Megatron's loader expects no step tensor, which TransformerEngine's Adam has not and torch's has.
+        for own in inner.state.values():
+            own["step"] = np.float32(own["step"].item())
+    ddp.module.module.load_state_dict(state["model"])
     opt.load_state_dict(state["optimizer"])
+    if isinstance(inner, torch.optim.AdamW):
+        for own in inner.state.values():
+            own["step"] = torch.tensor(float(own["step"]))
 
 
 def tensor_keys(path: Path) -> dict[str, tuple[Any, tuple[int, ...]]]:
@@ -194,7 +211,7 @@ def test_saving_during_a_publish_gives_one_version(tmp_path: Path) -> None:
         gradients(ddp, opt)
         order: list[str] = []
         with attachment.saving() as saved, attachment.reading("publish") as published:
-            step = threading.Thread(target=lambda: (opt.step(), order.append("step")))
+            step = threading.Thread(target=lambda: _step_elsewhere(opt, order))
             step.start()
             save(ddp, opt, tmp_path / "one")
             step.join(0.3)
@@ -232,3 +249,11 @@ def test_saving_while_something_is_offloaded_is_refused() -> None:
         with pytest.raises(StateError, match="weights offloaded"), attachment.saving():
             pass
         attachment.reload()
+
+
+def _step_elsewhere(opt: Any, order: list[str]) -> None:
+    from weftpub_demo.cpu_megatron import _CudaMeansCpu
+
+    with _CudaMeansCpu():  # torch function modes belong to a thread
+        opt.step()
+    order.append("step")

@@ -15,6 +15,7 @@ from layouts import LAYOUTS, Layout
 
 from weftpub.errors import ConfigError, StateError, TornError
 from weftpub.plan import Plan
+from weftpub.receive import EngineDescription
 from weftpub_adapters.sglang import SGLangEngine, build_model
 
 pytestmark = pytest.mark.isolated("sglang")
@@ -39,19 +40,18 @@ def engines(layout: Layout) -> list[SGLangEngine]:
     ]
 
 
-@pytest.fixture(scope="module")
-def plans() -> dict[str, Plan]:
-    """Plans of a trainer's process, from what the live engines say of themselves."""
-    described = {
-        name: [engine.describe().model_dump(mode="json") for engine in engines(LAYOUTS[name])]
-        for name in (*TESTED, BF16)
-    }
+def make_plans(described: Mapping[str, list[EngineDescription]]) -> dict[str, Plan]:
+    """Plans of a trainer's process, from what live engines say of themselves."""
     worker = Path(__file__).with_name("plan_worker.py")
-    result = subprocess.run(
-        [sys.executable, str(worker)], input=json.dumps(described), capture_output=True, text=True, timeout=180
-    )
+    request = json.dumps({name: [rank.model_dump(mode="json") for rank in ranks] for name, ranks in described.items()})
+    result = subprocess.run([sys.executable, str(worker)], input=request, capture_output=True, text=True, timeout=180)
     assert result.returncode == 0, result.stderr[-4000:]
     return {name: Plan.from_json(text) for name, text in json.loads(result.stdout).items()}
+
+
+@pytest.fixture(scope="module")
+def plans() -> dict[str, Plan]:
+    return make_plans({name: [engine.describe() for engine in engines(LAYOUTS[name])] for name in (*TESTED, BF16)})
 
 
 def receive(engine: SGLangEngine, rank: int, plan: Plan, sources: Mapping[str, torch.Tensor]) -> None:
