@@ -60,6 +60,9 @@ class BaselineJob:
         self._previous = self._expert_bytes()
         receivers.call("hello")
 
+    def pause(self) -> None:
+        """Nothing: a receiver that is told to drop its weights stops serving by itself."""
+
     def train(self, tokens: torch.Tensor, labels: torch.Tensor) -> float:
         """Forward and backward of one batch; the mean cross entropy."""
         from megatron.core.distributed import finalize_model_grads

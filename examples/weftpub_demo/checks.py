@@ -10,6 +10,8 @@ __all__ = ["MEANINGS", "CheckBook", "CheckError"]
 # Name -> what has been shown every time it is counted.
 MEANINGS = MappingProxyType(
     {
+        "plain": "a receiver got the plan as plain data: neither AWEX nor Megatron is among its modules",
+        "updated": "an optimizer's step changed the bytes of its masters",
         "poisoned": "a receiver dropped its weight memory, made it anew and filled it with NaN before a publish",
         "rebound": "a receiver's views pointed into its live parameters, which had moved since the last publish",
         "coverage": "every element of a receiver's live weights was rewritten: no poison is left",

@@ -101,6 +101,8 @@ def _print(report: "Report", title: str, *, as_json: bool) -> None:
     console.print(
         f"report.json and report.png are in {report.settings['out']}; it took {report.seconds:.0f} s", markup=False
     )
+    if report.error is not None and "\n" in report.error:
+        console.print(report.error, markup=False)  # in full; the last line holds its first line
     if as_json:
         print(report.model_dump_json(indent=2))
     console.print(report.result, markup=False)

@@ -42,6 +42,10 @@ class Published:
 class Job(Protocol):
     """A trainer, and its way to the receivers."""
 
+    def pause(self) -> None:
+        """Stop the receivers serving, before they lose their memory."""
+        ...
+
     def train(self, tokens: torch.Tensor, labels: torch.Tensor) -> float:
         """Forward and backward of one batch, int64 `[batch, sequence]` each; the mean cross entropy."""
         ...

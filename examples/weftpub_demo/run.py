@@ -57,7 +57,7 @@ class _Record:
         result = (
             f"DEMO OK version={self.committed} checks={checks}"
             if error is None
-            else f"DEMO FAILED after version {self.committed}: {error}"
+            else f"DEMO FAILED after version {self.committed}: {error.splitlines()[0]}"
         )
         return Report(
             ok=error is None,
@@ -123,6 +123,7 @@ def _steps(record: _Record, progress: Progress, stack: ExitStack) -> None:
         for step in range(1, config.steps + 1):
             phase(f"step {step}")
             progress.phase(f"step {step}: training")
+            job.pause()
             offloaded = receivers.ask("offload")
             tokens, labels = corpus.next()
             start = time.perf_counter()

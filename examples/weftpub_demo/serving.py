@@ -8,12 +8,14 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
 
+from weftpub.receive import Receiver, ReceiverThread
 from weftpub_adapters.sglang import SGLangEngine, build_model
 from weftpub_demo.control import Handler
 
@@ -29,11 +31,13 @@ class ServingRank:
         hf_config = json.loads((model / "config.json").read_text(encoding="utf-8"))
         served = build_model(hf_config, tp_size=ranks, ep_size=ranks, rank=rank, format=format, device=device)
         self.engine = SGLangEngine(served, name=name)
+        self._open = ExitStack()  # what stays open until the process ends
 
     def handlers(self) -> dict[str, Handler]:
         """Everything that the driver may ask."""
         return {
             "hello": self.hello,
+            "listen": self.listen,
             "offload": self.offload,
             "probe": self.probe,
             "load": self.load,
@@ -43,6 +47,13 @@ class ServingRank:
     def hello(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Answered once the model is built."""
         return {"pid": os.getpid(), "planner": sorted({"awex", "megatron"} & sys.modules.keys())}
+
+    def listen(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Serve publishers of a run at this rank's address, from a thread of its own."""
+        rank = self.engine.served.parallel.rank
+        receiver = Receiver(self.engine, run_id=request["run_id"])
+        thread = self._open.enter_context(ReceiverThread(receiver, request["addresses"][rank]))
+        return {"address": thread.address}
 
     def status(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """What this rank serves, and how many elements of its weights are NaN."""

@@ -1,0 +1,61 @@
+"""Runs the demo as a user does, in a process of its own; helpers of the end-to-end tests."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from weftpub_demo.report import Report
+
+__all__ = ["LIMIT_S", "Finished", "run_demo", "run_python", "still_running"]
+
+LIMIT_S = 300
+_ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A demo that has ended: exit code, what it said, and the report it left."""
+
+    code: int
+    out: str
+    err: str
+    report: Report
+
+    @property
+    def last_line(self) -> str:
+        return self.out.rstrip("\n").rsplit("\n", 1)[-1]
+
+
+def run_demo(directory: Path, *options: str, prelude: str = "") -> Finished:
+    """Run `weftpub demo` with `options`, its output in `directory`.
+
+    Args:
+        prelude: Python code that runs in the demo's process first; how a test breaks what the demo stands on.
+    """
+    return run_python(directory, f"{prelude}\nfrom weftpub_demo.command import main\nmain()\n", options)
+
+
+def run_python(directory: Path, code: str, options: Sequence[str]) -> Finished:
+    """Run `code` as the demo's process."""
+    command = [sys.executable, "-c", code, "--out", str(directory), "--device", "cpu", *options]
+    result = subprocess.run(
+        command, cwd=directory, env=_ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert (directory / "report.json").exists(), result.stdout + result.stderr
+    report = Report.model_validate_json((directory / "report.json").read_text())
+    return Finished(result.returncode, result.stdout, result.stderr, report)
+
+
+def still_running(directory: Path) -> list[str]:
+    """Command lines of living receivers whose checkpoint lies in `directory`."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        line = process.info["cmdline"] or []
+        if "weftpub_demo.receiver" in line and any(str(directory) in part for part in line):
+            found.append(" ".join(line))
+    return found
