@@ -137,6 +137,7 @@ class Attachment(OffloadTags, Checkpointing):
         self._forwards: list[ExpertForward] = []
         self._children: list[StagedChild] = []
         self._inner_step: Any = None
+        self._inner_prepare: Any = None
         self._snapshot = False
         self._open = False
         self._generation = -1
@@ -217,13 +218,13 @@ class Attachment(OffloadTags, Checkpointing):
         """Build masters and slots, write generation 0, connect the experts and release their memory. `attach` calls
         this."""
         slot = self.settings.slot_numel if self.settings.slot_numel is not None else self._largest_whole()
-        self._children = [binding.make_child(slot) for binding in self._bindings]
-        for child in self._children:
-            child.snapshot = lambda: self._snapshot
         try:
+            self._children = [binding.make_child(slot) for binding in self._bindings]
+            for child in self._children:
+                child.snapshot = lambda: self._snapshot
             self.open_slots()
             for binding, child in zip(self._bindings, self._children, strict=True):
-                binding.part.optimizer.adopt(child)
+                binding.join(child)
             with self._writing(0):
                 self._write_all()
             if self.store is not None:
@@ -231,13 +232,15 @@ class Attachment(OffloadTags, Checkpointing):
                 self._refresh()
         except BaseException:
             for binding in self._bindings:
-                binding.part.optimizer.staged, binding.part.optimizer.awaiting = None, True
+                binding.leave()
             raise
         if self._memory is not None:
             self._memory.release()
         set_own_buffer(self.layers, False)
         self._inner_step = self._optimizer.step_with_ready_grads
+        self._inner_prepare = self._optimizer.prepare_grads
         self._optimizer.step_with_ready_grads = self._step
+        self._optimizer.prepare_grads = self._prepare_grads
         self._open = True
 
     @torch.no_grad()
@@ -262,7 +265,7 @@ class Attachment(OffloadTags, Checkpointing):
             child.shut()
         for binding in self._bindings:
             binding.close()
-        del self._optimizer.step_with_ready_grads
+        del self._optimizer.step_with_ready_grads, self._optimizer.prepare_grads
         for ddp in self._ddps:
             for parameter in ddp.parameters():
                 set_mark(parameter, None)
@@ -279,6 +282,13 @@ class Attachment(OffloadTags, Checkpointing):
             self.close()
 
     # A step.
+
+    def _prepare_grads(self) -> bool:
+        """Stands for the optimizer's `prepare_grads`, the first thing of a step: offloaded gradients have no memory
+        to read."""
+        self._require_open("a step")
+        self.require_loaded("a step")
+        return bool(self._inner_prepare())
 
     @torch.no_grad()
     def _step(self) -> bool:

@@ -31,6 +31,8 @@ def bind(optimizer: Any) -> list["Binding"]:
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if getattr(part, "is_stub_optimizer", False):
             continue
+        if getattr(part.optimizer, "staged", None) is not None:
+            raise ConfigError("this optimizer is attached already; close that attachment first")
         if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, StagedHybridDevice):
             bindings.append(_FlatBinding(part))
         elif isinstance(part, StagedFloat16Optimizer) and part.handles:
@@ -78,6 +80,20 @@ class Binding(ABC):
             self.units, self.states, slot_numel=slot_numel, splits=self.splits, decoupled=self.decoupled
         )
         return self.child
+
+    def join(self, child: StagedChild) -> None:
+        """Let Megatron's inner optimizer be a front for the child."""
+        self.part.optimizer.adopt(child)
+
+    def leave(self) -> None:
+        """Undo `join` and `make_child`, after an attach that failed."""
+        self.child = None
+        for unit in self.units:
+            unit.masters.clear()
+        self.part.optimizer.staged, self.part.optimizer.awaiting = None, True
+        self.part.optimizer.state.clear()
+        for name in ("offload_to_cpu", "restore_from_cpu"):
+            vars(self.part).pop(name, None)
 
     def close(self) -> None:
         """Part from the child."""
@@ -165,12 +181,11 @@ class _FlatBinding(Binding):
             return Unit(name, key, key.detach(), group, mark.expert, tuple(parameter.shape))
         return Unit(f"{name}@{part.start}:{part.end}", key, key.detach(), group, None, (part.size,))
 
-    def make_child(self, slot_numel: int | None) -> StagedChild:
-        child = super().make_child(slot_numel)
+    def join(self, child: StagedChild) -> None:
+        super().join(child)
         # Megatron's own would move every host tensor to the GPU, and every shard off its buffer.
         self.part.offload_to_cpu = types.MethodType(_nothing_to_move, self.part)
         self.part.restore_from_cpu = types.MethodType(_nothing_to_move, self.part)
-        return child
 
     def core(
         self, masters: Any, pipeline: StagingPipeline, writers: Mapping[str, Writer], units: Mapping[str, Unit]
