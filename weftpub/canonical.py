@@ -133,6 +133,13 @@ class ModelFamily:
         parsed = self.parse(name)
         return "other" if parsed is None else parsed.role
 
+    def is_expert(self, checkpoint_name: str) -> bool:
+        """Whether a checkpoint name is of routed experts, one by one or stacked; raises as `parse` does."""
+        name = self.from_checkpoint(checkpoint_name)
+        module, _, last = name.rpartition(".")
+        stacked = last in self.stacked.values() and module.endswith("." + self.experts)
+        return stacked or self.parse(name) is not None
+
     def to_checkpoint(self, name: str) -> str:
         """Checkpoint name of a canonical name. Names outside the translated prefixes (``lm_head.weight``) are the same
         in both.

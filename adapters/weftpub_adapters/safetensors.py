@@ -62,7 +62,7 @@ class HFDirectory(Mapping[str, torch.Tensor]):
     def others(self) -> dict[str, torch.Tensor]:
         """Every tensor that is not of a routed expert, by checkpoint name, mapped from its file."""
         family = self.family
-        return {name: self[name] for name in self if not _is_expert(family, family.from_checkpoint(name))}
+        return {name: self[name] for name in self if not family.is_expert(name)}
 
     def expert(self, matrix: ExpertMatrix, *, dequantized: bool = False) -> torch.Tensor:
         """One matrix of one routed expert: fc1 ``[2I, H]`` gate over up, fc2 ``[H, I]``, in the file's dtype.
@@ -118,12 +118,6 @@ def write_directory(
         target.write("config.json", [document])
         writer.write(target)
     return target.target
-
-
-def _is_expert(family: ModelFamily, name: str) -> bool:
-    module, _, last = name.rpartition(".")
-    stacked = last in family.stacked.values() and module.endswith("." + family.experts)
-    return stacked or family.parse(name) is not None
 
 
 def _read_config(path: Path) -> dict[str, Any]:

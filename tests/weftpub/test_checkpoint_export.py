@@ -136,7 +136,8 @@ def test_companion_files_come_along(tmp_path: Path) -> None:
 
 def test_expected_names_are_applied_names(tmp_path: Path) -> None:
     others = other_tensors()
-    names = [*others, *(name for name in published(model_store()) if not name.endswith("_scale_inv"))]
+    stacked = [f"model.layers.{i}.mlp.experts.{name}" for i in range(LAYERS) for name in ("gate_up_proj", "down_proj")]
+    names = [*others, *published(model_store()), *stacked]
     export_hf(tmp_path / "out", model_store(), others, CONFIG, version=1, expected=names)
     del others["model.norm.weight"]
     with pytest.raises(ConfigError, match=r"missing 'model\.norm\.weight'"):

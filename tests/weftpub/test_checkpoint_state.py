@@ -184,18 +184,18 @@ def test_a_save_during_a_step_waits_for_its_seal(tmp_path: Path) -> None:
         write(name, matrix)
 
     trainer.store._writer._write = slow
-    step = threading.Thread(target=trainer.step, args=(0,))
+    step = threading.Thread(daemon=True, target=trainer.step, args=(0,))
     step.start()
     started.wait(30)
     results: list[Any] = []
-    save = threading.Thread(target=lambda: results.append(trainer.save(tmp_path / "state", timeout=30)))
+    save = threading.Thread(daemon=True, target=lambda: results.append(trainer.save(tmp_path / "state", timeout=30)))
     save.start()
     save.join(0.2)
     assert save.is_alive()
     assert not (tmp_path / "state").exists()
     go_on.set()
-    step.join()
-    save.join()
+    step.join(60)
+    save.join(60)
     assert results[0].generation == 1
     other = make_trainer(seed=1)
     other.load(tmp_path / "state")
@@ -218,6 +218,7 @@ def test_a_step_that_begins_during_a_save_waits_for_its_end(tmp_path: Path) -> N
 
     before = trainer.bytes()
     save = threading.Thread(
+        daemon=True,
         target=save_state,
         args=(tmp_path / "state",),
         kwargs={"optimizers": {"experts": SlowOptimizer()}, "store": trainer.store, "version": 3},
@@ -226,11 +227,11 @@ def test_a_step_that_begins_during_a_save_waits_for_its_end(tmp_path: Path) -> N
     reading.wait(30)
     with pytest.raises(DeadlineError, match="save of version 3"):
         trainer.store.begin(2, timeout=0.05)
-    step = threading.Thread(target=trainer.step, args=(1,))
+    step = threading.Thread(daemon=True, target=trainer.step, args=(1,))
     step.start()
     go_on.set()
-    save.join()
-    step.join()
+    save.join(60)
+    step.join(60)
     assert trainer.store.generation == 2
     other = make_trainer(seed=1)
     other.load(tmp_path / "state")

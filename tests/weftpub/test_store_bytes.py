@@ -226,6 +226,17 @@ def test_rebuilding_stores_share_one_layers_wt() -> None:
         assert torch.equal(shared.layer(layer).w13_scale_t, full.layer(layer).w13_scale_t)
 
 
+def test_rewriting_the_same_generation_leaves_no_wt_of_the_old_bytes() -> None:
+    """The shared W^T knew only layer and generation, so a recovery that wrote a generation again kept the old one."""
+    store = make_store(wt="rebuild")
+    fill(store, 0)
+    store.layer(3)
+    with store.writing(0, recover=True):
+        for name, master in make_masters(store, seed=1).items():
+            store.writer()(name, master)
+    store.check_wt()
+
+
 # Changed bytes.
 
 

@@ -273,14 +273,14 @@ def test_begin_waits_for_readers_and_names_them_at_the_deadline() -> None:
             entered.set()
             leave.wait(30)
 
-    thread = threading.Thread(target=read)
+    thread = threading.Thread(daemon=True, target=read)
     thread.start()
     entered.wait(30)
     with pytest.raises(DeadlineError, match=r"begin\(1\).*0\.1 s.*export of version 7"):
         store.begin(1, timeout=0.1)
     assert store.generation == 0  # still readable: the failed begin changed nothing
     leave.set()
-    thread.join()
+    thread.join(60)
     store.begin(1, timeout=30)
 
 
@@ -296,19 +296,19 @@ def test_begin_goes_on_as_soon_as_the_last_reader_leaves() -> None:
             leave[i].wait(30)
             order.append(f"reader {i}")
 
-    threads = [threading.Thread(target=read, args=(i,)) for i in range(2)]
+    threads = [threading.Thread(daemon=True, target=read, args=(i,)) for i in range(2)]
     for thread in threads:
         thread.start()
     for event in entered:
         event.wait(30)
-    writer = threading.Thread(target=lambda: (store.begin(1, timeout=30), order.append("begin")))
+    writer = threading.Thread(daemon=True, target=lambda: (store.begin(1, timeout=30), order.append("begin")))
     writer.start()
     leave[1].set()
-    threads[1].join()
+    threads[1].join(60)
     assert store.state is StoreState.SEALED
     leave[0].set()
-    writer.join()
-    threads[0].join()
+    writer.join(60)
+    threads[0].join(60)
     assert order == ["reader 1", "reader 0", "begin"]
 
 
@@ -323,13 +323,13 @@ def test_reader_waits_for_the_running_step() -> None:
         with store.reading(purpose="save", timeout=30) as generation:
             held.append(generation)
 
-    thread = threading.Thread(target=read)
+    thread = threading.Thread(daemon=True, target=read)
     thread.start()
     for name, master in masters.items():
         store.writer()(name, master)
     assert held == []
     store.seal()
-    thread.join()
+    thread.join(60)
     assert held == [1]
 
 
@@ -346,9 +346,9 @@ def test_reader_of_a_hanging_step_gives_up_at_its_deadline() -> None:
         except DeadlineError as error:
             caught.append(str(error))
 
-    thread = threading.Thread(target=read)
+    thread = threading.Thread(daemon=True, target=read)
     thread.start()
-    thread.join()
+    thread.join(60)
     assert len(caught) == 1
     assert "save waited" in caught[0]
     assert "generation 1" in caught[0]

@@ -85,8 +85,8 @@ def export_hf(
         config: the model's Hugging Face config as plain data; its `quantization_config`, if any, is replaced.
         version: recorded in every file's metadata as ``weftpub_version``.
         companions: directory to copy `COMPANION_FILES` from, as far as it has them.
-        expected: checkpoint names, scales aside, that the directory must hold, such as those of the directory the model
-            came from.
+        expected: checkpoint names that the directory must hold, such as those of the directory the model came from.
+            Names of routed experts in it are passed over: the config says which there must be.
         overwrite: replace an existing directory.
 
     Raises:
@@ -107,7 +107,7 @@ def export_hf(
         _check_complete(family, config, items, others)
         tensors = {**others, **{family.to_checkpoint(name): item.tensor for name, item in items.items()}}
         if expected is not None:
-            _check_expected(set(expected), {n for n in tensors if not n.endswith("." + family.scale)})
+            _check_expected(family, expected, others)
         excluded = _excluded(family, items, others)
         writer = ShardedWriter(
             "model", tensors, metadata={"weftpub_version": str(version)}, max_shard_bytes=max_shard_bytes
@@ -200,11 +200,12 @@ def _number(text: Mapping[str, Any], *keys: str) -> int:
     return value
 
 
-def _check_expected(expected: set[str], found: set[str]) -> None:
-    if expected != found:
+def _check_expected(family: ModelFamily, expected: Iterable[str], others: Iterable[str]) -> None:
+    wanted, given = ({name for name in names if not family.is_expert(name)} for names in (expected, others))
+    if wanted != given:
         raise ConfigError(
-            f"the export would not hold the expected names: missing {format_names(expected - found)}, "
-            f"not expected {format_names(found - expected)}; nothing was written"
+            f"the export would not hold the expected names: missing {format_names(wanted - given)}, "
+            f"not expected {format_names(given - wanted)}; nothing was written"
         )
 
 
