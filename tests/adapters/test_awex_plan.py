@@ -254,7 +254,7 @@ def test_a_broken_megatron_converter_breaks_the_plan(monkeypatch: pytest.MonkeyP
         return [(target.replace("gate_proj", "gait_proj"), part) for target, part in original(self, name, parameter)]
 
     monkeypatch.setattr(McoreToHFWeightConverter, "_convert_linear", swapped)
-    with pytest.raises(PlanError, match="gait_proj"):
+    with pytest.raises(PlanError, match=r"disagree about 32 expert tensors.*gate_proj"):
         plan("tp2-ep2")
 
 
@@ -267,8 +267,59 @@ def test_a_converter_that_halves_a_matrix_breaks_the_plan(monkeypatch: pytest.Mo
         return [(target, part[: part.shape[0] // 2]) for target, part in original(self, name, parameter)]
 
     monkeypatch.setattr(McoreToHFWeightConverter, "_convert_linear", halved)
-    with pytest.raises(PlanError, match=r"experts\.\d\.(gate|up|down)_proj"):
+    with pytest.raises(PlanError, match=r"experts\.\d\.(gate|up|down)_proj.*\[512, 256\].*\(256, 256\)"):
         plan("tp2-ep2")
+
+
+def swap_gate_and_up(pairs: Any) -> Any:
+    names = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
+    return [(_renamed(name, names), part) for name, part in pairs]
+
+
+def _renamed(name: str, names: dict[str, str]) -> str:
+    return ".".join(names.get(part, part) for part in name.split("."))
+
+
+def test_a_megatron_converter_that_takes_gate_for_up_is_caught_at_the_first_publish(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Names and shapes agree, so a plan can be made; the bytes under the names are not the store's."""
+    from awex.converter.mcore_converter import McoreToHFWeightConverter
+
+    from weftpub_adapters.awex import canonical_sources
+
+    original = McoreToHFWeightConverter._convert_linear
+    monkeypatch.setattr(
+        McoreToHFWeightConverter, "_convert_linear", lambda self, *args: swap_gate_and_up(original(self, *args))
+    )
+    plan("tp2-ep2")
+    model, store = trainer(LAYOUTS["tp2-ep2"])
+    _fill(store)
+    with pytest.raises(PlanError, match=r"gives 64 names of experts to other bytes.*gate_proj"):
+        canonical_sources(model, store, BASE)
+
+
+def test_an_engine_converter_that_takes_gate_for_up_breaks_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    from awex.converter.sglang_converter import SGlangToHFWeightConverter
+
+    original = SGlangToHFWeightConverter._split_gate_up
+    monkeypatch.setattr(
+        SGlangToHFWeightConverter, "_split_gate_up", lambda self, *args: swap_gate_and_up(original(self, *args))
+    )
+    with pytest.raises(PlanError, match=r"gate_proj.*keeps gate rows first"):
+        plan("tp2-ep2")
+
+
+def test_an_engine_that_loads_up_before_gate_gets_it_so() -> None:
+    """A backend wanted up rows first, weights and scales, and got gate rows."""
+    ranks = [_with_setting(rank, w13_order="up") for rank in descriptions()["tp2"]]
+    for destination in plan("tp2", ranks).destinations:
+        name = destination.shard.name
+        if "experts.3." in name and ("gate_proj" in name or "up_proj" in name):
+            rows, columns = (2, 2) if name.endswith("_scale_inv") else (256, 256)
+            assert destination.view.offset == (3 * 2 * rows + (rows if "gate_proj" in name else 0)) * columns
+    with pytest.raises(ConfigError, match="w13_order is 'sideways'"):
+        plan("tp2", [_with_setting(rank, w13_order="sideways") for rank in ranks])
 
 
 def test_a_broken_engine_converter_breaks_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,7 @@ class EngineRules:
 
     Attributes:
         vocabulary: parameter name to {"start", "end", "shards", ...}, see the SGLang adapter's description.
+        up_first: w13 holds up rows over gate rows, as some runners of experts want them.
         kv_replicas: ranks that hold the same key/value head; 1 unless attention is split wider than there are heads.
     """
 
@@ -46,6 +47,7 @@ class EngineRules:
     dp_size: int
     enable_dp_attention: bool
     vocabulary: Mapping[str, Mapping[str, int]]
+    up_first: bool = False
     kv_replicas: int = 1
     enable_dp_lm_head: bool = False
     moe_dense_tp_size: int | None = None
@@ -95,6 +97,12 @@ def engine_converter() -> type:
             if rows == 0:
                 return []  # padding only: the vocabulary ends on an earlier rank
             return super().convert_param(name, parameter.narrow(0, 0, rows))
+
+        def _split_gate_up(self, name: str, parameter: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+            (gate, upper), (up, lower) = super()._split_gate_up(name, parameter)
+            if self.infer_engine_config.up_first and "w13_weight" in name:
+                upper, lower = lower, upper
+            return [(gate, upper), (up, lower)]
 
         def _convert_attention_param(
             self, name: str, parameter: torch.Tensor, layer_number: str

@@ -98,6 +98,8 @@ def engine_shards(descriptions: Sequence[EngineDescription]) -> EngineShards:
         ranks = [_RankModel(description, hf) for description in ordered]
         metas = resolve_engine(ranks[:world], hf)
         views = {rank.description.rank: dict(rank.views()) for rank in ranks}
+        for rank in ranks:
+            _check_order(views[rank.description.rank], rank.rules.up_first)
     return EngineShards(metas, world, ordered, views)
 
 
@@ -116,6 +118,7 @@ class _RankModel:
             dp_size=size["attn_dp_size"],
             enable_dp_attention=size["attn_dp_size"] > 1,
             vocabulary=_mapping(description, "vocabulary"),
+            up_first=_w13_order(description) == "up",
             kv_replicas=max(1, size["attn_tp_size"] // hf.num_key_value_heads),
         )
         buffers = set(description.settings.get("buffers") or ())
@@ -171,6 +174,20 @@ class _RankModel:
                 yield canonical, _view_spec(name, view, parameter)
 
 
+def _check_order(views: Mapping[str, ViewSpec], up_first: bool) -> None:
+    """Gate and up rows have one shape, so nothing else would notice that a converter took one for the other."""
+    for name, gate in views.items():
+        if ".experts." not in name or ".gate_proj." not in name:
+            continue
+        up = views.get(name.replace(".gate_proj.", ".up_proj."))
+        if up is None or up.param != gate.param or (up.offset < gate.offset) != up_first:
+            place = None if up is None else f"{up.param} element {up.offset}"
+            raise PlanError(
+                f"{name}: AWEX's converter finds it at {gate.param} element {gate.offset} and its up rows at {place}, "
+                f"but the engine keeps {'up' if up_first else 'gate'} rows first"
+            )
+
+
 def _view_spec(name: str, view: torch.Tensor, parameter: torch.Tensor) -> ViewSpec:
     return ViewSpec(
         param=name,
@@ -193,6 +210,15 @@ def _mapping(description: EngineDescription, key: str) -> dict[str, Any]:
             "weftpub_adapters.sglang.describe_model"
         )
     return value
+
+
+def _w13_order(description: EngineDescription) -> str:
+    order = description.settings.get("w13_order")
+    if order not in ("gate", "up"):
+        raise ConfigError(
+            f"{description.engine} rank {description.rank}: w13_order is {order!r}, expected 'gate' or 'up' first"
+        )
+    return str(order)
 
 
 def _check_ranks(descriptions: tuple[EngineDescription, ...]) -> int:

@@ -1,12 +1,14 @@
 """The trainer's side: what every rank holds, by AWEX's real resolver, and the tensors themselves at each publish."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
 
+from weftpub.canonical import CanonicalTensor
+from weftpub.errors import PlanError
 from weftpub.masters import ExpertMatrix
 from weftpub.plan import Shard, dtype_name
 from weftpub.store import MatrixView, StoreLayout
@@ -24,6 +26,8 @@ class PublishedStore(Protocol):
     def layout(self) -> StoreLayout: ...
 
     def matrix(self, matrix: ExpertMatrix) -> MatrixView: ...
+
+    def canonical(self) -> Iterator[CanonicalTensor]: ...
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,9 @@ def trainer_shards(model: Any, store: PublishedStore, hf_config: Mapping[str, An
         model: the Megatron model of this rank, attached or not.
         store: holds this rank's experts.
         hf_config: the model's `config.json`.
+
+    Raises:
+        PlanError: AWEX names, cuts or types an expert's tensors otherwise than the store.
     """
     hf = hf_namespace(hf_config)
     with entered():
@@ -71,7 +78,9 @@ def trainer_shards(model: Any, store: PublishedStore, hf_config: Mapping[str, An
 
         engine = SimpleNamespace(model=model, engine_name="mcore", enable_debug_mode=False)
         resolver = McoreParamMetaResolver(engine, hf, _settings(hf, _meta_matrices(store.layout)))
-        return TrainerShards(resolver.get_parameters_meta(), torch.distributed.get_world_size())
+        made = TrainerShards(resolver.get_parameters_meta(), torch.distributed.get_world_size())
+    _check_shapes(made.shards, store.layout)
+    return made
 
 
 @torch.no_grad()
@@ -87,7 +96,8 @@ def canonical_sources(model: Any, store: PublishedStore, hf_config: Mapping[str,
         hf_config: the model's `config.json`.
 
     Raises:
-        GenerationError: the store has nothing sealed.
+        GenerationError: the store has nothing sealed. PlanError: AWEX gives an expert's name to other bytes than the
+            store does.
     """
     hf = hf_namespace(hf_config)
     with entered():
@@ -103,7 +113,34 @@ def canonical_sources(model: Any, store: PublishedStore, hf_config: Mapping[str,
             sources.update((hf_name, tensor.detach()) for hf_name, tensor in converter.convert_param(name, parameter))
     if hf.tie_word_embeddings:
         sources.setdefault("lm_head.weight", sources["model.embed_tokens.weight"])
+    _check_places(sources, store)
     return sources
+
+
+def _check_shapes(shards: Sequence[Shard], layout: StoreLayout) -> None:
+    """The store's canonical names are its own; AWEX's must be the same, for every expert held here."""
+    rank = torch.distributed.get_rank()
+    found = {shard.name: (shard.shape, shard.dtype) for shard in shards if shard.rank == rank}
+    wrong = [
+        f"{entry.name} (store: {dtype_name(entry.dtype)} {list(entry.shape)}, AWEX: {found.get(entry.name)})"
+        for entry in layout.entries()
+        if found.get(entry.name) != (entry.shape, dtype_name(entry.dtype))
+    ]
+    if wrong:
+        raise PlanError(f"AWEX and the store disagree about {len(wrong)} expert tensors: {', '.join(wrong[:4])}")
+
+
+def _check_places(sources: Mapping[str, torch.Tensor], store: PublishedStore) -> None:
+    """Gate and up rows have one shape: only their places tell whether a converter took one for the other."""
+    wrong = [
+        item.name
+        for item in store.canonical()
+        if item.name not in sources
+        or sources[item.name].data_ptr() != item.tensor.data_ptr()
+        or sources[item.name].shape != item.tensor.shape
+    ]
+    if wrong:
+        raise PlanError(f"AWEX gives {len(wrong)} names of experts to other bytes than the store: {wrong[:4]}")
 
 
 def _settings(hf: SimpleNamespace, matrices: MatrixSource) -> dict[str, Any]:

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
+from weftpub.errors import ConfigError
 from weftpub.receive import EngineDescription, parameter_specs
 from weftpub_adapters.sglang.build import ServedModel
 from weftpub_adapters.sglang.support import require_supported
 
-__all__ = ["describe_model", "device_identity", "live_tensors", "vocabulary_shards"]
+__all__ = ["describe_model", "device_identity", "live_tensors", "vocabulary_shards", "w13_order"]
 
 _RESTORED = "computed at start-up and kept by the engine through an offload"
 
@@ -54,11 +55,23 @@ def describe_model(served: ServedModel, *, engine: str, rank: int | None = None)
             "format": served.format,
             "parallel": asdict(served.parallel),
             "backends": dict(served.backends),
+            "w13_order": w13_order(served.model),
             "buffers": [name for name, _ in served.model.named_buffers()],
             "vocabulary": vocabulary,
             "hf_config": dict(served.hf_config),
         },
     )
+
+
+def w13_order(model: torch.nn.Module) -> str:
+    """Which rows come first in every layer's w13, "gate" or "up"; ConfigError if layers differ."""
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+
+    methods = [module.quant_method for module in model.modules() if isinstance(module, FusedMoE)]
+    orders = {"up" if getattr(method, "load_up_proj_weight_first", False) else "gate" for method in methods}
+    if len(orders) != 1:
+        raise ConfigError(f"layers of routed experts load their w13 rows in the orders {sorted(orders)}, expected one")
+    return orders.pop()
 
 
 def vocabulary_shards(model: torch.nn.Module) -> dict[str, Any]:
