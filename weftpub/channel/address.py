@@ -94,11 +94,17 @@ def claim_socket_path(path: str) -> None:
 
     ZeroMQ would silently take the path over from a living server.
     """
+    try:
+        facts = os.lstat(path)
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(facts.st_mode):
+        raise ChannelError(f"{path}: is there and is no socket; choose another name, or remove it")
     probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         probe.settimeout(1.0)
         probe.connect(path)
-    except (FileNotFoundError, ConnectionRefusedError):
+    except ConnectionRefusedError:
         Path(path).unlink(missing_ok=True)
         return
     except OSError as error:

@@ -1,0 +1,494 @@
+"""The receiver's state machine, request by request: what it refuses, what tears it, and what opens it again."""
+
+import gc
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from publish_world import FakeEngine, World, assert_serves, poisoned
+
+import weftpub.wire.messages as m
+from weftpub.errors import ChecksumError, ManifestError, PlanError, StateError, TornError, TransportError
+from weftpub.plan import ViewSpec, cut_pieces, dtype_name
+from weftpub.receive import Receiver
+from weftpub.receive.server import answer_to
+from weftpub.transport import CopyTable, FlatTensors, InProcessSend, narrow_view, region_checksums
+from weftpub.version import EngineState as S
+from weftpub.wire import local_identity
+from weftpub.wire.manifest import Manifest, pack_checksums
+
+WORLD = World(experts=2, ep=1, extra=(("model.norm.weight", (256,), torch.float32),))
+PLAN = WORLD.plan()
+LIMIT = 1 << 17
+
+
+class Driver:
+    """A publisher by hand, for one receiver."""
+
+    def __init__(self, engine: FakeEngine | None = None, version: int | None = 1, **options: Any) -> None:
+        self.engine = engine or FakeEngine(WORLD)
+        if version is not None:
+            for name, served in WORLD.expected(0, 0, version).items():
+                self.engine.parameters[name].data = served.view(self.engine.parameters[name].dtype).view(
+                    self.engine.parameters[name].shape
+                )
+        self.receiver = Receiver(self.engine, run_id="run", version=version, **options)
+        self.table = cut_pieces(PLAN.for_receiver(0), LIMIT)
+        self.send = InProcessSend(torch.device("cpu"))
+        self.session = "a" * 16
+        self.hello()
+        self.ask(m.SetPlan, part=PLAN.for_receiver(0).to_json())
+
+    def ask(self, kind: Any, **fields: Any) -> Any:
+        return self.receiver.handle(kind(**{"run_id": "run", "session": self.session, "request": 1, **fields}))
+
+    def hello(self, session: str = "a" * 16, started_ns: int = 10, role: str = "coordinator") -> Any:
+        self.session = session
+        return self.ask(m.Hello, role=role, started_ns=started_ns, identity=local_identity())
+
+    @property
+    def state(self) -> S:
+        return self.receiver.state.state
+
+    def begin(self, version: int, nonce: str = "b" * 16, **changes: Any) -> Any:
+        self.version, self.nonce = version, nonce
+        sources = WORLD.sources(0, version)
+        self.flat = FlatTensors(sources, sources)
+        self.views: list[ViewSpec] = []
+        for piece in self.table.pieces:
+            move = self.table.part.moves[piece.move]
+            whole = sources[move.name]
+            view = ViewSpec(move.name, 0, tuple(whole.shape), whole.stride(), dtype_name(whole.dtype))
+            start = tuple(a + b for a, b in zip(move.send_start, piece.start, strict=True))
+            self.views.append(narrow_view(view, start, piece.shape))
+        values = changes.pop("packed", None) or pack_checksums(region_checksums(self.flat, self.views, LIMIT))
+        manifest = Manifest("run", version, nonce, PLAN.digest, LIMIT, {0: values})
+        fields = {
+            "version": version,
+            "nonce": nonce,
+            "plan_digest": PLAN.digest,
+            "limit": LIMIT,
+            "checksums": manifest.checksums[0],
+            "leaves": manifest.leaves,
+            "digest": manifest.digest,
+        }
+        self.digest = manifest.digest
+        return self.ask(m.Begin, **{**fields, **changes})
+
+    def chunk(self, index: int, *, spoil: bool = False, **changes: Any) -> Any:
+        planned = self.table.chunks[0][index]
+        buffer = self.send.allocate(planned.nbytes)
+        CopyTable.compile([self.views[i] for i in planned.pieces], planned.offsets).gather(self.flat, [buffer.tensor])
+        if spoil:
+            buffer.tensor[planned.offsets[0]] ^= 1
+        fields = {"version": self.version, "nonce": self.nonce, "sender": 0, "sequence": index}
+        fields |= {"offers": (buffer.offer,), "layout": m.PackedLayout()}
+        return self.ask(m.ChunkMessage, **{**fields, **changes})
+
+    def chunks(self) -> None:
+        for sequence in range(len(self.table.chunks[0])):
+            self.chunk(sequence)
+
+    def verify(self, **changes: Any) -> Any:
+        return self.ask(m.Verify, **{"version": self.version, "nonce": self.nonce, **changes})
+
+    def commit(self, **changes: Any) -> Any:
+        return self.ask(m.Commit, **{"version": self.version, "digest": self.digest, **changes})
+
+    def publish(self, version: int, nonce: str = "b" * 16) -> None:
+        self.ask(m.Pause)
+        self.begin(version, nonce)
+        self.chunks()
+        self.verify()
+        self.commit()
+        self.ask(m.Resume)
+
+
+@pytest.fixture
+def driver() -> Driver:
+    return Driver()
+
+
+@pytest.fixture
+def receiving(driver: Driver) -> Driver:
+    """Paused and begun, no byte written."""
+    driver.ask(m.Pause)
+    driver.begin(2)
+    return driver
+
+
+def test_a_whole_publish(driver: Driver) -> None:
+    driver.publish(2)
+    assert_serves(driver.engine, 2)
+    assert (driver.engine.version, driver.engine.serving, driver.state) == (2, True, S.SERVING)
+    calls = [c for c in driver.engine.calls if c != "describe"]
+    assert calls == ["pause", "post_process", "commit", "resume"]
+
+
+def test_publishing_the_same_bytes_again_changes_nothing(driver: Driver) -> None:
+    """Publishing twice corrupted weights, because post-processing ran once per bucket and was not re-entrant."""
+    for attempt in range(3):
+        driver.publish(2, nonce=f"{attempt:016x}")
+        assert_serves(driver.engine, 2)
+    assert driver.engine.calls.count("post_process") == 3
+
+
+def any_chunk(driver: Driver) -> Any:
+    """A chunk of a version that was never begun."""
+    offer = driver.send.allocate(1).offer
+    fields = {"version": 2, "nonce": "b" * 16, "sender": 0, "sequence": 0}
+    return driver.ask(m.ChunkMessage, **fields, offers=(offer,), layout=m.PackedLayout())
+
+
+@pytest.mark.parametrize(
+    ("action", "words"),
+    [
+        pytest.param(any_chunk, "receives no version", id="chunk-before-begin"),
+        pytest.param(lambda d: d.ask(m.Verify, version=2, nonce="b" * 16), "receives no version", id="verify-first"),
+        pytest.param(
+            lambda d: d.ask(m.Commit, version=2, digest="c" * 64), "is not what this engine holds", id="commit-first"
+        ),
+        pytest.param(lambda d: d.begin(2), "serving .* cannot become receiving", id="begin-while-serving"),
+        pytest.param(lambda d: d.begin(2, plan_digest="c" * 64), "does not have; send the plan", id="other-plan"),
+        pytest.param(lambda d: d.ask(m.Status, run_id="other"), "belongs to run 'run'", id="other-run"),
+        pytest.param(lambda d: d.ask(m.Status, session="c" * 16), "later publisher took over", id="other-session"),
+        pytest.param(lambda d: d.hello("c" * 16, started_ns=9), "this one is stale", id="older-publisher"),
+        pytest.param(lambda d: d.hello("c" * 16, role="sender"), "is not open", id="sender-without-session"),
+    ],
+)
+def test_requests_out_of_turn_change_nothing(driver: Driver, action: Any, words: str) -> None:
+    with pytest.raises(StateError, match=words):
+        action(driver)
+    assert driver.state is S.SERVING
+    assert_serves(driver.engine, 1)
+
+
+@pytest.mark.parametrize("change", [{"version": 3}, {"nonce": "c" * 16}])
+def test_stale_messages_are_refused(receiving: Driver, change: dict) -> None:
+    """Keys without run id and nonce let a stale "finished" of an earlier publish be taken for the present one."""
+    with pytest.raises(StateError, match="is stale: the engine receives version 2"):
+        receiving.chunk(0, **change)
+    with pytest.raises(StateError, match="is stale"):
+        receiving.verify(**change)
+    assert receiving.state is S.RECEIVING
+    receiving.chunks()
+    receiving.verify()
+    with pytest.raises(StateError, match="publish it in full"):
+        receiving.commit(digest="c" * 64)
+    receiving.commit()
+
+
+def test_a_failure_before_the_first_byte_leaves_the_old_version(receiving: Driver) -> None:
+    receiving.ask(m.Abort, reason="another rank failed")
+    assert (receiving.state, receiving.receiver.state.held) == (S.PAUSED, 1)
+    receiving.ask(m.Resume)
+    assert_serves(receiving.engine, 1)
+    assert receiving.engine.serving
+
+
+def test_a_failure_after_the_first_byte_tears(receiving: Driver) -> None:
+    receiving.chunk(0)
+    reply = receiving.ask(m.Abort, reason="another rank failed")
+    assert (reply.status.state, reply.status.lost, reply.status.version) == (S.TORN, 1, None)
+    assert receiving.engine.fenced == "another rank failed"
+    with pytest.raises(TornError, match="version 1 is lost: another rank failed"):
+        receiving.ask(m.Resume)
+    assert not receiving.engine.serving
+    receiving.publish(3, nonce="d" * 16)
+    assert_serves(receiving.engine, 3)
+    assert receiving.engine.serving
+
+
+def test_a_failure_after_an_offload_tears_even_without_a_byte(driver: Driver) -> None:
+    """The old version was in memory that the offload gave away: there is nothing to go back to."""
+    driver.ask(m.Pause)
+    driver.engine.offload()
+    driver.begin(2)
+    reply = driver.ask(m.Abort, reason="the trainer failed")
+    assert (reply.status.state, reply.status.lost) == (S.TORN, 1)
+
+
+def test_resuming_after_an_offload_without_a_publish_is_refused(driver: Driver) -> None:
+    driver.ask(m.Pause)
+    driver.engine.offload()
+    with pytest.raises(TornError, match="an offload took version 1"):
+        driver.ask(m.Resume)
+
+
+def test_views_are_made_anew_for_every_publish(driver: Driver) -> None:
+    """Receive views were cached once, and after an offload writes landed in dead storage. The old storages are kept
+    alive here, so that a stale view would write into them and not be noticed by a crash."""
+    dead: list[torch.Tensor] = []
+    for version in (2, 3, 4):
+        dead += [p.data for p in driver.engine.parameters.values()]
+        copies = [t.view(torch.uint8).clone() for t in dead]
+        driver.ask(m.Pause)
+        driver.engine.offload()
+        driver.publish(version, nonce=f"{version:016x}")
+        assert_serves(driver.engine, version)
+        assert all(torch.equal(a.view(torch.uint8), b) for a, b in zip(dead, copies, strict=True))
+
+
+def test_nothing_keeps_the_engines_memory_between_publishes(driver: Driver) -> None:
+    driver.publish(2)
+    pointers = {p.data_ptr() for p in driver.engine.parameters.values()}
+    driver.ask(m.Pause)
+    driver.engine.offload()
+    gc.collect()
+    alive = [o for o in gc.get_objects() if isinstance(o, torch.Tensor) and o.data_ptr() in pointers and o.numel()]
+    assert alive == []
+
+
+def test_a_parameter_that_moves_in_the_middle(receiving: Driver) -> None:
+    receiving.chunk(0)
+    parameter = receiving.engine.parameters["model.norm.weight"]
+    parameter.data = parameter.data.clone()
+    with pytest.raises(PlanError, match=r"moved in the middle of a publish: model\.norm\.weight"):
+        receiving.chunk(1)
+    assert receiving.state is S.TORN
+
+
+def test_a_parameter_that_changed_its_layout_since_the_plan(driver: Driver) -> None:
+    driver.ask(m.Pause)
+    driver.engine.parameters["model.norm.weight"].data = torch.zeros(512)[::2]
+    with pytest.raises(PlanError, match=r"have changed since the plan was checked: model\.norm\.weight"):
+        driver.begin(2)
+    assert driver.state is S.PAUSED
+
+
+def test_an_engine_that_moves_its_weights_after_verification(receiving: Driver) -> None:
+    receiving.chunks()
+    receiving.verify()
+    receiving.engine.parameters["model.norm.weight"].data = poisoned((256,), torch.float32)
+    with pytest.raises(TornError, match="moved after version 2 was verified"):
+        receiving.commit()
+    assert receiving.engine.version is None
+
+
+def test_a_flipped_byte(receiving: Driver) -> None:
+    for sequence in range(len(receiving.table.chunks[0])):
+        receiving.chunk(sequence, spoil=sequence == 1)
+    name = receiving.table.describe(receiving.table.chunks[0][1].pieces[0])
+    with pytest.raises(ChecksumError, match=f"1 of .* pieces differ.*{name.replace('[', '.').replace(']', '.')}"):
+        receiving.verify()
+    assert receiving.state is S.TORN
+
+
+def test_missing_pieces_are_listed(receiving: Driver) -> None:
+    """Weights arrived without their scales. The manifest lists what never came, before the version is visible."""
+    last = len(receiving.table.chunks[0]) - 1
+    for sequence in range(last):
+        receiving.chunk(sequence)
+    with pytest.raises(ManifestError, match="never arrived"):
+        receiving.verify()
+    assert receiving.state is S.TORN
+    assert "post_process" not in receiving.engine.calls
+
+
+def test_post_processing_that_changes_bytes_is_caught(receiving: Driver) -> None:
+    def requantize() -> None:
+        receiving.engine.parameters["model.norm.weight"].data.add_(1)
+
+    receiving.engine.post_process = requantize  # type: ignore[method-assign]
+    receiving.chunks()
+    with pytest.raises(ChecksumError, match=r"model\.norm\.weight"):
+        receiving.verify()
+
+
+def test_post_processing_may_move_bytes_that_it_keeps(receiving: Driver) -> None:
+    """Checksums are computed from what the engine will serve, wherever post-processing has put it."""
+
+    def move() -> None:
+        for p in receiving.engine.parameters.values():
+            p.data = p.data.clone()
+
+    receiving.engine.post_process = move  # type: ignore[method-assign]
+    receiving.chunks()
+    receiving.verify()
+    receiving.commit()
+    assert_serves(receiving.engine, 2)
+
+
+@pytest.mark.parametrize("sequence", [1, 7])
+def test_chunks_come_in_turn(receiving: Driver, sequence: int) -> None:
+    with pytest.raises(ManifestError, match=f"chunk {sequence} of sender rank 0 arrived, chunk 0 was due"):
+        receiving.chunk(0, sequence=sequence)
+    assert receiving.state is S.RECEIVING
+
+
+def listed(pieces: list[int], buffers: list[int], offsets: list[int]) -> m.ListedLayout:
+    return m.ListedLayout(
+        **{
+            k: np.array(v, dtype="<i8").tobytes()
+            for k, v in (("pieces", pieces), ("buffers", buffers), ("offsets", offsets))
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        (listed([0, 0], [0, 0], [0, 0]), "each piece once"),
+        (listed([9999], [0], [0]), "outside the"),
+        (listed([0], [3], [0]), "buffers outside"),
+        (listed([], [], []), "each piece once"),
+        (m.ListedLayout(pieces=b"123", buffers=b"", offsets=b""), "64-bit"),
+    ],
+)
+def test_listed_chunks_are_checked(receiving: Driver, layout: m.ListedLayout, words: str) -> None:
+    with pytest.raises(ManifestError, match=words):
+        receiving.chunk(0, layout=layout)
+    assert receiving.state is S.RECEIVING
+
+
+def test_a_piece_beyond_its_allocation_is_refused_and_tears_nothing_else(receiving: Driver) -> None:
+    with pytest.raises(TransportError, match="not inside the offered"):
+        receiving.chunk(0, layout=listed([0], [0], [1 << 40]))
+
+
+def test_a_piece_that_arrives_twice(receiving: Driver) -> None:
+    first = receiving.table.chunks[0][0]
+    receiving.chunk(0)
+    with pytest.raises(ManifestError, match="arrived twice"):
+        receiving.chunk(0, sequence=1, layout=listed([first.pieces[0]], [0], [0]))
+    assert receiving.state is S.TORN
+
+
+def test_an_offer_that_cannot_be_opened_writes_nothing(receiving: Driver) -> None:
+    gone = receiving.send.allocate(8)
+    receiving.send.free(gone)
+    offer = gone.offer
+    del gone
+    with pytest.raises(TransportError, match="no longer offered"):
+        receiving.chunk(0, offers=(offer,))
+    receiving.ask(m.Abort, reason="x")
+    assert (receiving.state, receiving.receiver.state.held) == (S.PAUSED, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"packed": b"1" * 16}, r"2 checksums for \d+ pieces"),
+        ({"digest": "c" * 64}, "announced was cccc"),
+        ({"checksums": b"1" * 16}, "does not hold the checksums"),
+        ({"leaves": {0: "c" * 64}}, "does not hold the checksums of receiver rank 0"),
+        ({"leaves": {}}, "does not hold the checksums"),
+    ],
+)
+def test_a_manifest_that_does_not_fit(driver: Driver, change: dict, words: str) -> None:
+    driver.ask(m.Pause)
+    with pytest.raises(ManifestError, match=words):
+        driver.begin(2, **change)
+    assert driver.state is S.PAUSED
+
+
+def test_versions_do_not_go_back_by_themselves(driver: Driver) -> None:
+    driver.publish(5)
+    driver.ask(m.Pause)
+    with pytest.raises(StateError, match="older than version 5"):
+        driver.begin(4)
+    driver.begin(4, allow_rollback=True)
+    driver.chunks()
+    driver.verify()
+    driver.commit()
+    driver.ask(m.Resume)
+    assert_serves(driver.engine, 4)
+
+
+def test_a_later_publisher_takes_over(receiving: Driver) -> None:
+    receiving.chunk(0)
+    receiving.hello("e" * 16, started_ns=11)
+    assert receiving.state is S.TORN
+    assert "another publisher took over" in receiving.engine.fenced
+    receiving.session = "a" * 16
+    with pytest.raises(StateError, match="later publisher took over"):
+        receiving.chunk(1)
+    receiving.session = "e" * 16
+    receiving.publish(3, nonce="d" * 16)
+    assert_serves(receiving.engine, 3)
+
+
+def test_a_verified_version_waits_for_a_later_publisher(receiving: Driver) -> None:
+    receiving.chunks()
+    receiving.verify()
+    receiving.hello("e" * 16, started_ns=11)
+    assert receiving.state is S.VERIFIED
+    receiving.commit()
+    assert receiving.engine.version == 2
+    receiving.commit()  # told twice: nothing more happens
+    assert receiving.engine.calls.count("commit") == 1
+
+
+def test_a_verified_version_can_be_replaced_in_full(receiving: Driver) -> None:
+    receiving.chunks()
+    receiving.verify()
+    receiving.publish(3, nonce="d" * 16)
+    assert_serves(receiving.engine, 3)
+
+
+def test_a_silent_publisher_is_taken_for_dead() -> None:
+    driver = Driver(silence=0.05)
+    driver.ask(m.Pause)
+    driver.begin(2)
+    driver.chunk(0)
+    driver.receiver.tick()
+    assert driver.state is S.RECEIVING
+    time.sleep(0.1)
+    driver.receiver.tick()
+    assert driver.state is S.TORN
+    assert "said nothing for 0.05 s in the middle of version 2" in driver.engine.fenced
+
+
+def test_a_new_engine_stays_out_until_it_has_all_of_a_version() -> None:
+    driver = Driver(version=None)
+    assert driver.state is S.TORN
+    assert driver.engine.fenced.startswith("no version was published")
+    with pytest.raises(TornError):
+        driver.ask(m.Resume)
+    driver.publish(7)
+    assert_serves(driver.engine, 7)
+    assert driver.engine.serving
+
+
+def test_a_plan_that_forgets_a_tensor_is_refused() -> None:
+    engine = FakeEngine(WORLD)
+    engine.buffers["rotary.cos"] = torch.zeros(8)
+    with pytest.raises(PlanError, match=r"rotary\.cos \(0 of 8"):
+        Driver(engine)
+    Driver(FakeEngine(WORLD, exempt={"rotary.cos": "restored by the engine"}))
+
+
+def test_a_plan_for_another_layout_or_rank_is_refused(driver: Driver) -> None:
+    with pytest.raises(PlanError, match="have changed since the plan was made"):
+        driver.ask(m.SetPlan, part=replace(PLAN, layouts={0: "f" * 64}).for_receiver(0).to_json())
+    with pytest.raises(PlanError, match="for receiver rank 1, this engine rank is 0"):
+        driver.ask(m.SetPlan, part=World(experts=2, ep=2).plan().for_receiver(1).to_json())
+    good = replace(PLAN, layouts={0: driver.engine.describe().layout_digest})
+    driver.ask(m.SetPlan, part=good.for_receiver(0).to_json())
+
+
+def test_errors_go_back_as_data(driver: Driver) -> None:
+    reply = m.decode_reply(
+        answer_to(
+            driver.receiver, m.encode(m.Verify(run_id="run", session="a" * 16, request=9, version=2, nonce="b" * 16))
+        )
+    )
+    assert isinstance(reply, m.Failed)
+    assert (reply.error, reply.request, reply.status.state) == ("StateError", 9, S.SERVING)
+    reply = m.decode_reply(answer_to(driver.receiver, b'{"kind":"launch","request":4}'))
+    assert isinstance(reply, m.Failed)
+    assert (reply.error, reply.request) == ("ChannelError", 4)
+    assert answer_to(driver.receiver, b"\x80\x04") is None
+    driver.engine.fail_in["pause"] = "CUDA error"
+    reply = m.decode_reply(answer_to(driver.receiver, m.encode(m.Pause(run_id="run", session="a" * 16, request=5))))
+    assert isinstance(reply, m.Failed)
+    assert (reply.error, reply.message, reply.status.state) == ("RuntimeError", "CUDA error", S.SERVING)
+
+
+def test_closing_in_the_middle_tears(receiving: Driver) -> None:
+    receiving.chunk(0)
+    receiving.receiver.close()
+    assert receiving.state is S.TORN

@@ -1,0 +1,126 @@
+"""Copies between tensors and packed buffers are exact for every layout and dtype, and cost one copy where neighbours
+allow.
+"""
+
+import hashlib
+
+import numpy as np
+import pytest
+import torch
+
+import weftpub_kernels
+from weftpub.errors import PlanError, TransportError
+from weftpub.plan import ViewSpec, dtype_name
+from weftpub.transport import CopyTable, FlatTensors, narrow_view, region_checksums, region_sha256
+from weftpub.transport.regions import bits_dtype
+
+DTYPES = [torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.bool]
+
+
+def random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """All bit patterns, NaN payloads and subnormals included."""
+    count = torch.Size(shape).numel() * dtype.itemsize
+    high = 2 if dtype is torch.bool else 256
+    return torch.randint(0, high, (count,), dtype=torch.uint8).view(dtype).view(shape)
+
+
+def spec(name: str, tensor: torch.Tensor, base: torch.Tensor) -> ViewSpec:
+    """A view of `base` as a ViewSpec."""
+    offset = tensor.storage_offset() - base.storage_offset()
+    return ViewSpec(name, offset, tuple(tensor.shape), tensor.stride(), dtype_name(tensor.dtype))
+
+
+def layouts(base: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Ways to lie in a [6, 8, 10] tensor."""
+    return {
+        "whole": base,
+        "expert": base[2],
+        "rows": base[1, 2:5],
+        "columns": base[1, :, 3:7],
+        "transposed": base[3].T,
+        "every-other": base[::2, 1::3],
+        "element": base[5, 7, 9],
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", list(layouts(torch.empty(6, 8, 10))))
+def test_gather_and_scatter_are_exact(dtype: torch.dtype, layout: str) -> None:
+    source, target = random_bits((6, 8, 10), dtype), random_bits((6, 8, 10), dtype)
+    view = spec("t", layouts(source)[layout], source)
+    expected = target.clone()
+    layouts(expected.view(bits_dtype(dtype_name(dtype))))[layout].copy_(
+        layouts(source.view(bits_dtype(dtype_name(dtype))))[layout]
+    )
+    table = CopyTable.compile([view], [16])
+    buffer = torch.zeros(16 + source.nbytes, dtype=torch.uint8)
+    table.gather(FlatTensors({"t": source}, ["t"]), [buffer])
+    table.scatter(FlatTensors({"t": target}, ["t"]), [buffer])
+    assert torch.equal(target.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_tensors_may_start_inside_their_storage_and_be_strided() -> None:
+    storage = torch.arange(100, dtype=torch.int16)
+    tensor = storage[10:70].view(6, 10).T  # first element is not the storage's, strides are swapped
+    view = spec("t", tensor[2:4], tensor)
+    buffer = torch.zeros(24, dtype=torch.uint8)
+    CopyTable.compile([view], [0]).gather(FlatTensors({"t": tensor}, ["t"]), [buffer])
+    assert torch.equal(buffer.view(torch.int16).view(2, 6), tensor[2:4])
+
+
+def test_neighbours_on_both_sides_are_one_copy() -> None:
+    """Scales and weights alternated in one batch and defeated packing: twelve copies instead of one. Bytes are bytes:
+    what lies together is copied together, and a layer whose experts lie alike costs one copy."""
+    experts = torch.zeros(64, 8, 10, dtype=torch.uint8)
+    views = [spec("w", experts[e], experts) for e in range(64)]
+    assert len(CopyTable.compile(views, [80 * e for e in range(64)]).runs) == 1
+    assert len(CopyTable.compile(views, [80 * e + (e > 31) for e in range(64)]).runs) == 2
+    assert len(CopyTable.compile(views, [80 * (63 - e) for e in range(64)]).runs) == 64
+    assert len(CopyTable.compile(views, [80 * e for e in range(64)], [0] * 32 + [1] * 32).runs) == 2
+
+
+def test_a_buffer_that_is_too_short_is_refused() -> None:
+    tensor = torch.zeros(8, dtype=torch.uint8)
+    table = CopyTable.compile([spec("t", tensor, tensor)], [10])
+    with pytest.raises(TransportError, match="bytes 10 to 18 are not inside the offered 16"):
+        table.gather(FlatTensors({"t": tensor}, ["t"]), [torch.zeros(16, dtype=torch.uint8)])
+
+
+def test_moved_tensors_are_noticed() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
+    live = {"p": parameter}
+    flat = FlatTensors(live, ["p"])
+    assert flat.moved(live) == []
+    parameter.data = torch.zeros(4)
+    assert flat.moved(live) == ["p"]
+    assert flat.moved({}) == ["p"]
+    with pytest.raises(PlanError, match="not there any more"):
+        FlatTensors(live, ["q"])
+
+
+@pytest.mark.parametrize("scratch", [1, 1 << 20])
+def test_checksums_and_sha256_are_those_of_the_dense_bytes(scratch: int) -> None:
+    tensors = {str(dtype): random_bits((6, 8, 10), dtype) for dtype in DTYPES}
+    views, dense = [], []
+    for name, tensor in tensors.items():
+        for part in layouts(tensor).values():
+            views.append(spec(name, part, tensor))
+            dense.append(part.contiguous())
+    flat = FlatTensors(tensors, tensors)
+    found = region_checksums(flat, views, scratch)
+    assert found.dtype == np.uint64
+    assert found.tolist() == [weftpub_kernels.checksum(t) % 2**64 for t in dense]
+    expected = [hashlib.sha256(t.view(torch.uint8).reshape(-1).numpy().tobytes()).hexdigest() for t in dense if t.dim()]
+    assert [d for d, t in zip(region_sha256(flat, views), dense, strict=True) if t.dim()] == expected
+    assert len(region_checksums(flat, [], scratch)) == 0
+
+
+def test_boxes_of_views() -> None:
+    base = torch.zeros(6, 8, 10)
+    view = spec("t", base[1:5, :, 2:9], base)
+    assert narrow_view(view, (1, 3, 2), (2, 4, 5)) == spec("t", base[2:4, 3:7, 4:9], base)
+
+
+def test_elements_that_are_too_wide_are_refused() -> None:
+    with pytest.raises(PlanError, match="16 bytes wide"):
+        bits_dtype("complex128")
