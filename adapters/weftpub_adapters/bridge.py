@@ -9,13 +9,16 @@ The provider's token dispatcher is left as it is configured, a flex dispatcher o
 included.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from weftpub.errors import StateError
 from weftpub_adapters.megatron.attached import AttachSettings, Prepared, prepare
 
-__all__ = ["Preparation", "load_hf", "prepare_provider", "save_hf"]
+__all__ = ["Preparation", "export_hf", "load_hf", "prepare_provider", "save_hf"]
 
 
 class Preparation:
@@ -60,13 +63,26 @@ def prepare_provider(provider: Any, settings: AttachSettings | None = None) -> P
     return preparation
 
 
-def save_hf(attachment: Any, bridge: Any, models: list[Any], directory: str | Path, **options: Any) -> None:
-    """Write an attached trainer's BF16 weights, rounded from the masters, as a Hugging Face checkpoint.
+def export_hf(attachment: Any, bridge: Any, models: list[Any], **options: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Hugging Face names and BF16 tensors of an attached trainer, experts rounded from the masters.
+
+    One version: the next step waits until the iterator is exhausted or closed.
 
     Args:
         attachment: open.
         bridge: the AutoBridge of the model.
         models: the (wrapped) models.
+        options: passed to `AutoBridge.export_hf_weights`.
+    """
+    with attachment.saving():
+        yield from bridge.export_hf_weights(models, **options)
+
+
+def save_hf(attachment: Any, bridge: Any, models: list[Any], directory: str | Path, **options: Any) -> None:
+    """Write what `export_hf` gives as a checkpoint directory; Bridge wants nvidia-modelopt for that.
+
+    Args:
+        attachment, bridge, models: as for `export_hf`.
         directory: where to.
         options: passed to `AutoBridge.save_hf_pretrained`.
     """

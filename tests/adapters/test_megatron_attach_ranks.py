@@ -14,12 +14,14 @@ WORKER = Path(__file__).with_name("attach_ranks.py")
 DEADLINE_S = 150
 
 
-def run(optimizer: str, directory: Path) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Both ranks' findings; the output of a failed one is the failure's text."""
+    directory = tmp_path_factory.mktemp("ranks")
     outputs = [directory / f"{rank}.json" for rank in range(2)]
     processes = [
         subprocess.Popen(
-            [sys.executable, str(WORKER), str(rank), "2", str(directory / "rendezvous"), optimizer, str(outputs[rank])],
+            [sys.executable, str(WORKER), str(rank), "2", str(directory / "rendezvous"), str(outputs[rank])],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -37,9 +39,9 @@ def run(optimizer: str, directory: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adam"])
-def test_two_ranks_train_and_publish_their_own_experts(optimizer: str, tmp_path: Path) -> None:
+def test_two_ranks_train_and_publish_their_own_experts(ranks: list[dict[str, Any]], optimizer: str) -> None:
     """Ranks that advertised local ids 0 and 1 updated experts 0 and 1 twice, and 2 and 3 never."""
-    ranks = run(optimizer, tmp_path)
+    ranks = [rank[optimizer] for rank in ranks]
     assert [rank["experts"] for rank in ranks] == [["0", "1"], ["2", "3"]]
     assert not set(ranks[0]["sha256"]) & set(ranks[1]["sha256"])
     assert all(rank["storage"] == 0 for rank in ranks)
