@@ -167,7 +167,7 @@ class Coordinator:
         """
         told = self.links if links is None else links
         _, faults = exchange(
-            {link: (m.Abort, {"reason": reason[:4000]}) for link in told if link.welcome is not None},
+            {link: (m.Abort, {"reason": reason[:4000]}) for link in told if link.greeted},
             "abort",
             self._deadlines.hello,
         )
@@ -207,4 +207,6 @@ class Coordinator:
 
 
 def _can_serve(link: PeerLink) -> bool:
-    return link.status is not None and link.status.state is EngineState.PAUSED and link.status.intact
+    if link.status is None:
+        return False
+    return link.status.state is EngineState.SERVING or (link.status.state is EngineState.PAUSED and link.status.intact)

@@ -43,6 +43,11 @@ class PeerLink:
         run_id, session: go into every request.
         here: this process.
         context: ZeroMQ context of the publisher.
+
+    Attributes:
+        welcome: what the receiver said of itself when it was greeted last.
+        greeted: whether it was greeted in this round.
+        status: where it stood at its last reply.
     """
 
     def __init__(
@@ -51,6 +56,7 @@ class PeerLink:
         self.peer = peer
         self.client = ChannelClient(peer.address, peer.keys, context)
         self.welcome: m.Welcome | None = None
+        self.greeted = False
         self.status: m.StatusReport | None = None
         self._head = {"run_id": run_id, "session": session}
         self._here = here
@@ -67,7 +73,7 @@ class PeerLink:
     @property
     def label(self) -> str:
         """The receiver in words: engine, rank, host, process, device."""
-        if self.welcome is None:
+        if self.welcome is None or not self.greeted:
             return f"receiver rank {self.peer.rank} at {self.peer.address}"
         return f"{self.welcome.engine} receiver rank {self.peer.rank} ({self.welcome.identity}, {self.welcome.device})"
 
@@ -99,18 +105,22 @@ class PeerLink:
         """Stop waiting for every outstanding request."""
         self._waiting.clear()
 
+    def renew(self) -> None:
+        """A greeting is due: until it is answered, nothing is known about who listens there now."""
+        self.greeted = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process that answered last is known to have ended."""
+        return self.welcome is not None and not process_alive(self.welcome.identity, self._here)
+
     def require_alive(self, deadline: Deadline) -> None:
-        """ChannelError if the receiver's process is known to have ended."""
-        if not self.alive:
+        """ChannelError if the greeted receiver's process is known to have ended."""
+        if self.greeted and self.ended:
             raise ChannelError(
                 f"{self.label}: its process ended in phase {deadline.phase}, after {deadline.elapsed:.1f} s; restart "
                 "it and publish again"
             )
-
-    @property
-    def alive(self) -> bool:
-        """Whether the receiver's process exists, as far as it can be told from here."""
-        return self.welcome is None or process_alive(self.welcome.identity, self._here)
 
     def error_of(self, reply: m.Failed) -> WeftpubError:
         """The error that a receiver reported, as one of this process: of the same class if it is one of weftpub's."""
@@ -134,6 +144,7 @@ class PeerLink:
                 f"{self.peer.engine or 'any engine'}; check the addresses"
             )
         self.welcome = welcome
+        self.greeted = True
 
 
 def exchange(
@@ -154,6 +165,8 @@ def exchange(
     faults: dict[PeerLink, WeftpubError] = {}
     waits: dict[PeerLink, Deadline] = {}
     for link, (kind, fields) in requests.items():
+        if kind is m.Hello:
+            link.renew()
         deadline = Deadline(link.label, phase, seconds)
         try:
             link.post(kind, deadline, **fields)

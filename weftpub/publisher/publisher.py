@@ -201,7 +201,7 @@ class Publisher:
             return
         self._closed = True
         if self._group.rank == 0:
-            told = [link for link in self._links.values() if link.welcome is not None and link.alive]
+            told = [link for link in self._links.values() if link.greeted and not link.ended]
             exchange({link: (m.Bye, {}) for link in told}, "bye", min(5.0, self._deadlines.hello))
         self._sender.close()
         for link in self._links.values():

@@ -138,7 +138,7 @@ class Sender:
         """
         compiled, sources, tensors = self._bound()
         greeted = set(links.values())
-        self._pool.reclaim(lambda link: link in greeted or not link.alive)
+        self._pool.reclaim(lambda link: link in greeted or link.ended)
         routes: list[Route] = []
         for receiver, lane in compiled[2].items():
             if receiver in links:
@@ -165,9 +165,9 @@ class Sender:
 
     def _left_out(self, links: Sequence[PeerLink]) -> Sequence[PeerLink]:
         """Take back the buffers of receivers that were left out, once they say that they read no more, or are dead."""
-        asked = {link: (m.Status, {}) for link in links if link.welcome is not None and link.alive}
+        asked = {link: (m.Status, {}) for link in links if link.greeted and not link.ended}
         answered, _ = exchange(asked, "end of reading", min(5.0, self._deadlines.chunk))
-        self._pool.reclaim(lambda link: link in answered or not link.alive)
+        self._pool.reclaim(lambda link: link in answered or link.ended)
         return links
 
     def end_publish(self) -> None:
@@ -235,7 +235,9 @@ class Sender:
     def _drop(self, staged: Staged) -> None:
         """Have every receiver that has a buffer open let go of it, before it is freed."""
         requests = {
-            link: (m.Drop, {"allocations": [staged.buffer.offer.allocation]}) for link in staged.opened if link.alive
+            link: (m.Drop, {"allocations": [staged.buffer.offer.allocation]})
+            for link in staged.opened
+            if link.greeted and not link.ended
         }
         _, faults = exchange(requests, "drop of a buffer", self._deadlines.hello)
         if faults:

@@ -1,0 +1,577 @@
+"""Publishing within one process: every layout, in place or packed, all engines or none, and every way to fail."""
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from publish_room import Room, open_room
+from publish_world import World, assert_serves
+
+import weftpub_kernels
+from weftpub.channel import Deadlines
+from weftpub.errors import (
+    ChannelError,
+    CheckpointError,
+    ChecksumError,
+    ConfigError,
+    DeadlineError,
+    PlanError,
+    StateError,
+    TornError,
+    WeftpubError,
+)
+from weftpub.plan import Destination, ViewSpec, cut_pieces, make_plan
+from weftpub.publisher import Peer, Publisher, SourceBuffers
+from weftpub.publisher import sources as sources_module
+from weftpub.publisher.coordinator import Coordinator
+from weftpub.publisher.evidence import compare_sha256
+from weftpub.publisher.transfer import Transfer
+from weftpub.receive.reception import Reception
+from weftpub.transport import CopyTable
+from weftpub.version import EngineState as S
+
+SMALL = World(experts=2, ep=2, extra=(("model.norm.weight", (256,), torch.float32),))
+GATE = "model.layers.0.mlp.experts.0.gate_proj.weight"
+
+
+@pytest.fixture
+def room(tmp_path: Path) -> Generator[Room]:
+    with open_room(SMALL, tmp_path) as opened:
+        yield opened
+
+
+def states(publisher: Publisher) -> list[str]:
+    return [str(status.state) for status in publisher.status().values()]
+
+
+@pytest.mark.parametrize(
+    "world",
+    [
+        pytest.param(World(experts=2, ep=1), id="one-to-one"),
+        pytest.param(World(experts=4, ep=2), id="ep2"),
+        pytest.param(World(experts=2, ep=1, tp=2), id="tp2"),
+        pytest.param(World(experts=4, ep=2, tp=2, up_first=True), id="ep2-tp2-up-first"),
+        pytest.param(World(experts=3, ep=3), id="three-ranks"),
+        pytest.param(World(experts=2, ep=1, engines=2), id="two-engines"),
+    ],
+)
+def test_three_publishes_with_an_offload_before_each(world: World, tmp_path: Path) -> None:
+    """A plan's views from before an offload were used after it. Weights move between publishes here, into memory full
+    of NaN bytes; every byte of every parameter is compared."""
+    with open_room(world, tmp_path, version=None) as room:
+        publisher = room.publisher()
+        for version in (1, 2, 3):
+            if version > 1:
+                publisher.pause()
+                for engine in room.engines:
+                    engine.offload()
+            report = publisher.publish(version, world.sources(0, version))
+            for engine in room.engines:
+                assert_serves(engine, version)
+                assert (engine.version, engine.serving) == (version, True)
+            assert report.version == room.recorded() == version
+            assert report.staging_bytes <= 1 << 17
+
+
+def test_the_report_is_plain_data(room: Room) -> None:
+    sources = SMALL.sources(0, 1)
+    report = room.publisher().publish(1, sources, verify_sha256=True)
+    data = json.loads(json.dumps(report.as_dict()))
+    assert type(report).from_dict(data) == report
+    assert {"hello", "plan", "pause", "checksum", "begin", "transfer", "verify", "commit", "resume", "total"} == set(
+        report.ms
+    )
+    assert report.engines["engine0"].state == "serving"
+    assert report.transports == {0: "inprocess", 1: "inprocess"}
+    assert report.nbytes >= sum(t.nbytes for t in sources.values())
+    assert report.sha256 == {
+        name: hashlib.sha256(t.view(torch.uint8).numpy().tobytes()).hexdigest() for name, t in sources.items()
+    }
+
+
+def test_identical_bytes_n_times_leave_identical_tensors(room: Room) -> None:
+    publisher, sources = room.publisher(), SMALL.sources(0, 1)
+    for _ in range(3):
+        publisher.publish(1, sources)
+        for engine in room.engines:
+            assert_serves(engine, 1)
+    assert [e.calls.count("post_process") for e in room.engines] == [3, 3]
+
+
+def stacked(world: World, version: int, **options: Any) -> SourceBuffers:
+    """A trainer that keeps all experts' gates, ups and downs in one tensor each, beside the other tensors."""
+    plain = world.sources(0, version)
+    buffers: dict[str, torch.Tensor] = {}
+    views: dict[str, ViewSpec] = {}
+    groups: dict[str, list[str]] = {}
+    for name in plain:
+        head, _, tail = name.partition(".experts.")
+        groups.setdefault(f"{head}.{tail.partition('.')[2]}" if tail else name, []).append(name)
+    for group, names in groups.items():
+        buffers[group] = torch.stack([plain[name].view(torch.uint8) for name in names]).view(plain[names[0]].dtype)
+        for slot, name in enumerate(names):
+            part = buffers[group][slot]
+            views[name] = ViewSpec(group, part.storage_offset(), tuple(part.shape), part.stride(), str(part.dtype)[6:])
+    return SourceBuffers(buffers, views, **options)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_buffers_can_be_shown_where_they_are(tmp_path: Path, tp: int, in_place: bool) -> None:
+    """With tensor parallel size 2 the down projections are strided in the trainer's buffer: they are packed, the rest
+    is shown in place."""
+    world = World(experts=2, ep=1, tp=tp)
+    with open_room(world, tmp_path) as room:
+        publisher = room.publisher()
+        for version in (1, 2):
+            sources = stacked(world, version, in_place=in_place)
+            report = publisher.publish(version, sources)
+            for engine in room.engines:
+                assert_serves(engine, version)
+            assert (report.staging_bytes == 0) == (in_place and tp == 1)
+            if in_place and tp == 1:
+                assert report.chunks == 1
+            for buffer in sources.buffers.values():  # nothing holds the trainer's memory any more
+                buffer.untyped_storage().resize_(0)
+
+
+def test_peak_extra_memory_is_capped(tmp_path: Path) -> None:
+    """A fused tensor of 8.6 GiB was built during a sync. A tensor many times the cap goes in pieces."""
+    world = World(experts=1, ep=1, extra=(("model.embed_tokens.weight", (4000, 256), torch.bfloat16),))
+    with open_room(world, tmp_path) as room:
+        report = room.publisher(max_staging_bytes=1 << 16).publish(1, world.sources(0, 1))
+        assert_serves(room.engines[0], 1)
+        assert report.staging_bytes <= 1 << 16
+        assert report.pieces > 60
+
+
+def test_known_checksums_are_used(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = SMALL.sources(0, 1)
+    known = {name: weftpub_kernels.checksum(t) for name, t in sources.items()}
+    del known["model.norm.weight"]
+    computed: list[int] = []
+    compute = sources_module.region_checksums
+    monkeypatch.setattr(
+        sources_module, "region_checksums", lambda t, views, n: (computed.append(len(views)), compute(t, views, n))[1]
+    )
+    room.publisher().publish(1, sources, known)
+    assert computed == [1]
+    for engine in room.engines:
+        assert_serves(engine, 1)
+
+
+def test_checksums_of_other_bytes_are_caught(room: Room) -> None:
+    """The trainer's W and the served W were two quantizations of one matrix. A checksum of what the trainer computes
+    with does not fit bytes that took another way."""
+    sources, publisher = SMALL.sources(0, 1), room.publisher()
+    known = {GATE: weftpub_kernels.checksum(SMALL.value(GATE, 2))}
+    with pytest.raises(ChecksumError, match=f"1 of 7 pieces differ from what was sent: {GATE}"):
+        publisher.publish(1, sources, known)
+    assert states(publisher) == ["torn", "torn"]
+    assert room.recorded() is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        pytest.param(lambda s: s.pop(GATE), f"1 tensors that were not handed over: {GATE}", id="missing"),
+        pytest.param(lambda s: s.update(more=torch.zeros(1)), "the plan does not know: more", id="unknown"),
+        pytest.param(lambda s: s.update({GATE: s[GATE].to(torch.bfloat16)}), "handed over bfloat16", id="unquantized"),
+        pytest.param(
+            lambda s: s.update({GATE + "_scale_inv": s[GATE + "_scale_inv"].bfloat16()}),
+            "scale_inv: .*handed over bfloat16",
+            id="rounded-scale",
+        ),
+        pytest.param(lambda s: s.update({GATE: s[GATE][:128]}), "handed over float8_e4m3fn .128, 256.", id="shape"),
+    ],
+)
+def test_wrong_sources_send_nothing(room: Room, change: Callable[[dict], object], words: str) -> None:
+    """A quantizer that failed sent the tensor unquantized with a log line; scales were cast to BF16 on the way. Here
+    nothing leaves, and the engines serve on."""
+    publisher, sources = room.publisher(), SMALL.sources(0, 1)
+    change(sources)
+    with pytest.raises(PlanError, match=words):
+        publisher.publish(1, sources)
+    for engine in room.engines:
+        assert_serves(engine, 0)
+        assert (engine.version, engine.serving) == (0, True)
+    publisher.publish(1, SMALL.sources(0, 1))
+
+
+def test_scale_bits_arrive_as_they_are(room: Room) -> None:
+    sources = SMALL.sources(0, 1)
+    name = GATE + "_scale_inv"
+    bits = torch.tensor([[1, 0x00800000], [0x7F7FFFFF, 0x3DCCCCCD]], dtype=torch.int32)
+    sources[name] = bits.view(torch.float32)
+    room.publisher().publish(1, sources)
+    served = room.engines[0].parameters["model.layers.0.mlp.experts.w13_weight_scale_inv"][0, :2]
+    assert torch.equal(served.view(torch.int32), bits)
+
+
+def test_memory_that_was_released_is_refused(room: Room) -> None:
+    sources = stacked(SMALL, 1)
+    buffers = dict(sources.buffers)
+    buffers["model.norm.weight"] = torch.empty(0)
+    with pytest.raises(PlanError, match="was its memory released"):
+        room.publisher().publish(1, SourceBuffers(buffers, sources.views))
+
+
+class TestEngineFailures:
+    """One rank raises or hangs: the publish ends everywhere, the report says who and where, and the next one works."""
+
+    @pytest.mark.parametrize(
+        ("method", "after", "served"),
+        [("pause", ["serving", "serving"], 0), ("post_process", ["torn", "torn"], None)],
+    )
+    def test_a_rank_that_raises(self, room: Room, method: str, after: list[str], served: int | None) -> None:
+        publisher = room.publisher()
+        room.engines[1].fail_in[method] = "CUDA error: out of memory"
+        with pytest.raises(ChannelError, match=r"engine0 receiver rank 1 .*RuntimeError: CUDA error") as caught:
+            publisher.publish(1, SMALL.sources(0, 1))
+        assert states(publisher) == after
+        assert any(f"engine engine0 is {after[0]}" in note for note in caught.value.__notes__)
+        assert [e.version for e in room.engines] == [0, 0]
+        if served is not None:
+            for engine in room.engines:
+                assert_serves(engine, served)
+        room.engines[1].fail_in.clear()
+        publisher.publish(1, SMALL.sources(0, 1))
+        for engine in room.engines:
+            assert_serves(engine, 1)
+
+    def test_a_torn_engine_says_what_it_lost(self, room: Room) -> None:
+        publisher = room.publisher()
+        room.engines[0].fail_in["post_process"] = "no"
+        with pytest.raises(ChannelError):
+            publisher.publish(1, SMALL.sources(0, 1))
+        report = publisher.status()[1]
+        assert (report.state, report.version, report.lost) == (S.TORN, None, 0)
+        assert "version 1 failed" in report.reason
+        with pytest.raises(TornError, match="version 0 is lost"):
+            publisher.resume()
+        assert not any(engine.serving for engine in room.engines)
+
+    @pytest.mark.parametrize("method", ["pause", "post_process", "commit", "resume"])
+    def test_a_rank_that_hangs(self, tmp_path: Path, method: str) -> None:
+        """One rank hung and the others sat in a barrier for two hours. The wait ends at its deadline and names rank,
+        phase and times; rank 0, which answers, is not held up."""
+        with open_room(SMALL, tmp_path) as room:
+            publisher = room.publisher(deadlines=Deadlines.all(0.5))
+            room.engines[1].hang_in[method] = 1.5
+            phase = {"post_process": "verify"}.get(method, method)
+            with pytest.raises(
+                DeadlineError, match=rf"rank 1 \(host .*, pid \d+, cpu\): .* phase {phase} after 0\.5.* of 0.5 s"
+            ):
+                publisher.publish(1, SMALL.sources(0, 1))
+            room.engines[1].hang_in.clear()
+            patient = room.publisher()
+            recovered = patient.recover()
+            if method in ("commit", "resume"):
+                assert recovered.finished == ("engine0",)
+                assert states(patient) == ["serving", "serving"]
+            else:
+                assert recovered.publish.keys() == {"engine0"}
+                patient.publish(1, SMALL.sources(0, 1))
+            for engine in room.engines:
+                assert_serves(engine, 1)
+
+    def test_nobody_listens(self, room: Room) -> None:
+        peers = [*room.peers[:1], Peer(1, room.peers[1].address + "x", "engine0")]
+        publisher = room.publisher(peers=peers, deadlines=Deadlines.all(0.3))
+        with pytest.raises(DeadlineError, match=r"receiver rank 1 at ipc.*phase hello.*has the receiver been started"):
+            publisher.publish(1, SMALL.sources(0, 1))
+        assert_serves(room.engines[0], 0)
+
+    def test_addresses_that_are_swapped(self, room: Room) -> None:
+        first, second = room.peers
+        peers = [Peer(0, second.address, "engine0"), Peer(1, first.address, "engine0")]
+        with pytest.raises(ChannelError, match="answers as rank 1 of engine 'engine0', expected rank 0"):
+            room.publisher(peers=peers).publish(1, SMALL.sources(0, 1))
+
+    def test_a_byte_flipped_in_flight(self, room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+        publisher, gather = room.publisher(), CopyTable.gather
+
+        def spoil(self: CopyTable, tensors: Any, buffers: Any) -> None:
+            gather(self, tensors, buffers)
+            buffers[0][3] ^= 0x10
+
+        monkeypatch.setattr(CopyTable, "gather", spoil)
+        with pytest.raises(ChecksumError, match=r"differ from what was sent.*publish again"):
+            publisher.publish(1, SMALL.sources(0, 1))
+        assert states(publisher) == ["torn", "torn"]
+        monkeypatch.undo()
+        publisher.publish(1, SMALL.sources(0, 1))
+        for engine in room.engines:
+            assert_serves(engine, 1)
+
+    def test_the_version_is_not_visible_before_all_of_it_is_there(
+        self, room: Room, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The version was bumped with each bucket, so a failed third bucket left the new version with old weights."""
+        publisher, post, seen = room.publisher(), Transfer._post_next, []
+
+        def fail_third(self: Transfer, progress: Any, link: Any) -> bool:
+            seen.append([e.version for e in room.engines])
+            if self.chunks == 2:
+                raise WeftpubError("the third bucket")
+            return post(self, progress, link)
+
+        monkeypatch.setattr(Transfer, "_post_next", fail_third)
+        with pytest.raises(WeftpubError, match="the third bucket"):
+            publisher.publish(1, SMALL.sources(0, 1))
+        assert seen == [[0, 0]] * len(seen)
+        assert [e.version for e in room.engines] == [0, 0]
+        assert not any(e.serving for e in room.engines if e.fenced)
+        assert "torn" in states(publisher)
+
+
+class TestSeveralEngines:
+    """A version belongs to an engine: the policy says what one engine's failure means for the others."""
+
+    world = World(experts=2, ep=2, engines=2, extra=SMALL.extra)
+
+    @pytest.fixture
+    def room(self, tmp_path: Path) -> Generator[Room]:
+        with open_room(self.world, tmp_path) as opened:
+            yield opened
+
+    def test_continue_leaves_the_failed_one_out(self, room: Room) -> None:
+        publisher = room.publisher(on_engine_failure="continue")
+        room.engines[1].fail_in["post_process"] = "no"
+        report = publisher.publish(1, self.world.sources(0, 1))
+        assert {name: o.state for name, o in report.engines.items()} == {"engine0": "torn", "engine1": "serving"}
+        assert "RuntimeError: no" in report.engines["engine0"].error
+        assert json.loads(room.record.read_text())["engines"] == ["engine1"]
+        for engine in room.engines[2:]:
+            assert_serves(engine, 1)
+        assert all(engine.fenced for engine in room.engines[:2])
+        room.engines[1].fail_in.clear()
+        report = publisher.publish(2, self.world.sources(0, 2))
+        assert {o.state for o in report.engines.values()} == {"serving"}
+        for engine in room.engines:
+            assert_serves(engine, 2)
+
+    def test_continue_with_an_engine_that_is_not_there(self, room: Room) -> None:
+        peers = [*room.peers[:3], Peer(3, room.peers[3].address + "x", "engine1")]
+        publisher = room.publisher(on_engine_failure="continue", peers=peers, deadlines=Deadlines.all(0.5))
+        report = publisher.publish(1, self.world.sources(0, 1))
+        assert report.engines["engine1"].error
+        assert [e.version for e in room.engines] == [1, 1, 0, 0]
+        assert room.engines[2].serving
+        assert_serves(room.engines[2], 0)
+
+    def test_continue_with_an_engine_that_hangs_while_it_copies(
+        self, room: Room, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        take, stuck = Reception.take, threading.Event()
+
+        def stall(self: Reception, chunk: Any, transports: Any) -> None:
+            if self._plans.table.part.rank == 3 and chunk.sequence == 1 and not stuck.is_set():
+                stuck.wait(1.5)
+            take(self, chunk, transports)
+
+        monkeypatch.setattr(Reception, "take", stall)
+        deadlines = Deadlines(**{**vars(Deadlines.all(20)), "chunk": 0.4, "hello": 0.4})
+        publisher = room.publisher(on_engine_failure="continue", deadlines=deadlines)
+        report = publisher.publish(1, self.world.sources(0, 1))
+        assert "chunks of version 1" in report.engines["engine1"].error
+        for engine in room.engines[:2]:
+            assert_serves(engine, 1)
+        stuck.set()
+        report = room.publisher(on_engine_failure="continue").publish(2, self.world.sources(0, 2))
+        for engine in room.engines:
+            assert_serves(engine, 2)
+
+    def test_abort_ends_it_for_all(self, room: Room) -> None:
+        publisher = room.publisher()
+        room.engines[1].fail_in["post_process"] = "no"
+        with pytest.raises(ChannelError, match="engine0 receiver rank 1"):
+            publisher.publish(1, self.world.sources(0, 1))
+        assert states(publisher) == ["torn"] * 4
+        assert room.recorded() is None
+
+    def test_no_engine_left(self, room: Room) -> None:
+        publisher = room.publisher(on_engine_failure="continue")
+        for engine in room.engines:
+            engine.fail_in["post_process"] = "no"
+        with pytest.raises(ChannelError, match="RuntimeError: no"):
+            publisher.publish(1, self.world.sources(0, 1))
+        assert room.recorded() is None
+
+
+class TestDriver:
+    """Pausing and resuming by hand, taking over, and finishing what a crash left."""
+
+    def test_a_colocated_step(self, room: Room) -> None:
+        publisher = room.publisher()
+        publisher.pause()
+        for engine in room.engines:
+            engine.offload()
+        report = publisher.publish(1, SMALL.sources(0, 1), resume=False)
+        assert report.engines["engine0"].state == "committed"
+        assert not any(e.serving for e in room.engines)
+        publisher.resume()
+        assert all(e.serving for e in room.engines)
+        for engine in room.engines:
+            assert_serves(engine, 1)
+
+    def test_a_driver_that_paused_is_not_overruled(self, room: Room) -> None:
+        publisher = room.publisher()
+        publisher.pause()
+        with pytest.raises(PlanError):
+            publisher.publish(1, {})
+        assert states(publisher) == ["paused", "paused"]
+        publisher.resume()
+        assert states(publisher) == ["serving", "serving"]
+
+    def test_a_stale_publisher_is_refused(self, room: Room) -> None:
+        stale, present = room.publisher(), room.publisher()
+        stale.publish(1, SMALL.sources(0, 1))
+        present.publish(2, SMALL.sources(0, 2))
+        with pytest.raises(StateError, match="started later has taken over"):
+            stale.publish(3, SMALL.sources(0, 3))
+        for engine in room.engines:
+            assert_serves(engine, 2)
+            assert engine.serving
+
+    def test_a_publisher_of_another_run_is_refused(self, room: Room) -> None:
+        with pytest.raises(StateError, match="belongs to run 'run'"):
+            room.publisher(run_id="other").publish(1, SMALL.sources(0, 1))
+        for engine in room.engines:
+            assert_serves(engine, 0)
+
+    def test_a_driver_that_died_after_the_record(self, room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(Coordinator, "commit", die)
+            with pytest.raises(KeyboardInterrupt) as caught:
+                room.publisher().publish(1, SMALL.sources(0, 1))
+            assert any("is committed" in note and "recover()" in note for note in caught.value.__notes__)
+        assert [e.version for e in room.engines] == [0, 0]
+        assert not any(e.serving for e in room.engines)
+        restarted = room.publisher()
+        assert states(restarted) == ["verified", "verified"]
+        report = restarted.recover()
+        assert (report.version, report.finished, report.publish) == (1, ("engine0",), {})
+        for engine in room.engines:
+            assert_serves(engine, 1)
+            assert (engine.version, engine.serving) == (1, True)
+
+    def test_a_driver_that_died_between_two_commits(self, room: Room) -> None:
+        room.engines[1].fail_in["commit"] = "killed"
+        with pytest.raises(ChannelError, match="rank 1"):
+            room.publisher().publish(1, SMALL.sources(0, 1))
+        room.engines[1].fail_in.clear()
+        restarted = room.publisher()
+        assert states(restarted) == ["committed", "verified"]
+        assert restarted.recover().finished == ("engine0",)
+        assert [e.version for e in room.engines] == [1, 1]
+
+    def test_a_driver_that_died_before_the_record(self, room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(Publisher, "_record", die)
+            patch.setattr(Coordinator, "abort", lambda *_: [])
+            with pytest.raises(KeyboardInterrupt):
+                room.publisher().publish(1, SMALL.sources(0, 1))
+        restarted = room.publisher()
+        assert states(restarted) == ["verified", "verified"]
+        report = restarted.recover()
+        assert report.finished == ()
+        assert "there is no commit record" in report.publish["engine0"]
+        restarted.publish(1, SMALL.sources(0, 1))
+        for engine in room.engines:
+            assert_serves(engine, 1)
+
+    def test_a_record_that_cannot_be_written_commits_nothing(self, room: Room) -> None:
+        blocked = room.folder / "file"
+        blocked.write_text("")
+        publisher = room.publisher(commit_path=blocked / "commit.json")
+        with pytest.raises(CheckpointError, match=r"cannot be written .*version 1 is not committed"):
+            publisher.publish(1, SMALL.sources(0, 1))
+        assert [e.version for e in room.engines] == [0, 0]
+        assert states(publisher) == ["torn", "torn"]
+
+    def test_a_record_of_another_run(self, room: Room) -> None:
+        room.publisher().publish(1, SMALL.sources(0, 1))
+        room.record.write_text(room.record.read_text().replace('"run"', '"other"'))
+        with pytest.raises(StateError, match="give every run its own commit_path"):
+            room.publisher().recover()
+
+    def test_recovering_when_nothing_happened(self, room: Room) -> None:
+        room.publisher().publish(1, SMALL.sources(0, 1))
+        report = room.publisher().recover()
+        assert (report.finished, report.publish) == (("engine0",), {})
+
+    def test_engines_describe_themselves(self, room: Room) -> None:
+        publisher = room.publisher(plan=None)
+        found = publisher.describe()
+        assert [d.rank for d in found] == [0, 1]
+        assert found[0] == room.engines[0].describe()
+        with pytest.raises(StateError, match="no plan was set"):
+            publisher.publish(1, SMALL.sources(0, 1))
+        publisher.set_plan(SMALL.plan())
+        publisher.publish(1, SMALL.sources(0, 1))
+
+    def test_a_new_plan_reaches_the_engines(self, room: Room) -> None:
+        """An engine that balances experts moved them between publishes; here expert 0 and 1 swap ranks."""
+        publisher = room.publisher()
+        publisher.publish(1, SMALL.sources(0, 1))
+        plan = SMALL.plan()
+        swapped = make_plan(plan.sources, [_other_expert(d, plan.destinations) for d in plan.destinations])
+        publisher.set_plan(swapped)
+        publisher.publish(2, SMALL.sources(0, 2))
+        gate = room.engines[1].parameters["model.layers.0.mlp.experts.w13_weight"].data[0, :256].view(torch.uint8)
+        assert torch.equal(gate, SMALL.value(GATE, 2).view(torch.uint8))
+
+    def test_a_plan_for_other_receivers(self, room: Room) -> None:
+        with pytest.raises(PlanError, match=r"for receiver ranks \[0\], the publisher has peers for \[0, 1\]"):
+            room.publisher(plan=World(experts=2, ep=1, extra=SMALL.extra).plan()).publish(1, SMALL.sources(0, 1))
+
+    def test_a_closed_publisher(self, room: Room) -> None:
+        publisher = room.publisher()
+        publisher.close()
+        publisher.close()
+        with pytest.raises(StateError, match="is closed"):
+            publisher.status()
+
+    @pytest.mark.parametrize(
+        ("change", "words"),
+        [
+            ({"run_id": "a/b"}, "run id"),
+            ({"peers": []}, "expected one per receiver rank"),
+            ({"max_staging_bytes": 10}, "max_staging_bytes"),
+            ({"on_engine_failure": "shrug"}, "on_engine_failure"),
+        ],
+    )
+    def test_settings_that_cannot_work(self, room: Room, change: dict, words: str) -> None:
+        with pytest.raises(ConfigError, match=words):
+            room.publisher(**change)
+
+
+def die(*_: object) -> None:
+    """What kill -9 of the driver leaves, as far as one process can show it."""
+    raise KeyboardInterrupt
+
+
+def _other_expert(destination: Destination, all_of_them: tuple[Destination, ...]) -> Destination:
+    """The destination that serves the other expert, in this one's place."""
+    name = destination.shard.name
+    if ".experts." not in name:
+        return destination
+    other = name.replace(".experts.0.", ".experts.X.").replace(".experts.1.", ".experts.0.").replace("X", "1")
+    found = next(d for d in all_of_them if d.shard.name == other)
+    return Destination(replace(found.shard, rank=destination.shard.rank), destination.view)
+
+
+def test_sha256_that_differ_are_named() -> None:
+    table = cut_pieces(World(experts=1, ep=1, extra=()).plan().for_receiver(0), 1 << 20)
+    same = ["a" * 64] * len(table.pieces)
+    assert len(compare_sha256({0: table}, {0: same}, [{"0": same}])) == 6
+    other = ["b" * 64, *same[1:]]
+    with pytest.raises(ChecksumError, match=f"sha256 of 1 tensors differs.*{table.describe(0)}"):
+        compare_sha256({0: table}, {0: other}, [{"0": same}])
