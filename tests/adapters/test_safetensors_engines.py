@@ -118,9 +118,8 @@ def test_transformers_loads_a_tied_model(tmp_path: Path, hf_config: dict[str, An
     _check_transformers(model, store, HFDirectory(tmp_path / "source"), fp8=True)
 
 
-@pytest.mark.parametrize("fp8", [True, False])
-def test_transformers_loads_qwen3_5(tmp_path: Path, request: Any, fp8: bool) -> None:
-    """Shared experts, their gate [1, H], linear attention and a vision tower stay BF16; names lie one level deeper."""
+def _write_qwen3_5(path: Path) -> Any:
+    """A tiny Qwen3.5 as transformers saves it; returns its class."""
     from transformers import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
 
     text = {
@@ -148,11 +147,18 @@ def test_transformers_loads_qwen3_5(tmp_path: Path, request: Any, fp8: bool) -> 
     original = Qwen3_5MoeForConditionalGeneration(config).to(torch.bfloat16)
     for parameter in original.parameters():
         parameter.data.normal_(0, 0.05)
-    original.save_pretrained(tmp_path / "source")
+    original.save_pretrained(path)
+    return Qwen3_5MoeForConditionalGeneration
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+def test_transformers_loads_qwen3_5(tmp_path: Path, request: Any, fp8: bool) -> None:
+    """Shared experts, their gate [1, H], linear attention and a vision tower stay BF16; names lie one level deeper."""
+    model_class = _write_qwen3_5(tmp_path / "source")
     store = _export(tmp_path / "source", tmp_path / "out")
     if fp8:
         request.getfixturevalue("as_on_a_gpu")
-    model = _load(Qwen3_5MoeForConditionalGeneration, tmp_path / "out")
+    model = _load(model_class, tmp_path / "out")
     _check_transformers(model, store, HFDirectory(tmp_path / "source"), fp8=fp8)
 
 
@@ -221,3 +227,27 @@ def test_a_list_that_forgets_a_linear_would_be_noticed(tmp_path: Path, hf_config
     path.write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="o_proj"):
         _serve(tmp_path / "out")
+
+
+def test_sglang_makes_only_the_experts_of_qwen3_5_fp8(tmp_path: Path) -> None:
+    """SGLang asks about modules that it fused itself (qkv_proj, in_proj_qkvz); the list names what files hold."""
+    from sglang.srt.layers.quantization.fp8 import Fp8Config
+    from sglang.srt.layers.quantization.utils import is_layer_skipped
+    from sglang.srt.models.qwen3_5 import Qwen3_5MoeForConditionalGeneration as Served
+
+    _write_qwen3_5(tmp_path / "source")
+    _export(tmp_path / "source", tmp_path / "out")
+    scheme = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    config = Fp8Config.from_config({**scheme, "packed_modules_mapping": Served.packed_modules_mapping})
+
+    def fp8(module: str) -> bool:
+        return not is_layer_skipped(module, config.ignored_layers, fused_mapping=config.packed_modules_mapping)
+
+    shared = ["mlp.gate", "mlp.shared_expert_gate", "mlp.shared_expert.gate_up_proj", "mlp.shared_expert.down_proj"]
+    linear = [f"linear_attn.{name}" for name in ("in_proj_qkvz", "in_proj_ba", "conv1d", "out_proj")]
+    full = [f"self_attn.{name}" for name in ("qkv_proj", "o_proj")]
+    for layer, kind in enumerate([linear, linear, linear, full]):
+        at = f"model.language_model.layers.{layer}"
+        assert fp8(f"{at}.mlp.experts")
+        assert [name for name in (*shared, *kind) if fp8(f"{at}.{name}")] == []
+    assert not fp8("lm_head")

@@ -213,6 +213,7 @@ def test_config_and_store_must_agree(tmp_path: Path, change: dict, message: str)
         (f"{EXPERT}.weight", torch.zeros(128, 256).bfloat16(), "given as expert and as other"),
         ("model.layers.1.mlp.experts.bias", torch.zeros(4, 256), "one layer's experts have one format"),
         ("model.layers.1.weight", torch.zeros(4, 256), "would also exclude the FP8 experts"),
+        ("model.mlp.weight", torch.zeros(4, 256), "would also exclude the FP8 experts"),
         ("lm_head.bias", torch.zeros(4, dtype=torch.complex64), "safetensors cannot hold torch.complex64"),
     ],
 )

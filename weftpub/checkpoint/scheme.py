@@ -157,6 +157,7 @@ def _transformers_excludes(entry: str, module: str) -> bool:
 
 def _sglang_excludes(entry: str, module: str) -> bool:
     """layers/quantization/utils.is_layer_skipped of SGLang 0.5.23: whole dotted components anywhere, or an expert path
-    inside the entry.
+    inside the entry; Fp8Config tries each entry with and without a leading ``model.``.
     """
-    return f".{entry}." in f".{module}." or ("experts" in entry and module in entry)
+    base = entry.removeprefix("model.")
+    return f".{base}." in f".{module}." or ("experts" in base and module in f"model.{base}")
