@@ -1,0 +1,733 @@
+"""The Megatron adapter on one GPU: exact bytes, training curves, schedules, memory and checkpoints, in one repeatable
+run.
+
+    python tests/gpu/megatron_adapter.py --out OUT [--only layer,schedule,memory,checkpoint,training]
+
+Writes OUT/megatron_adapter.json and OUT/megatron_adapter.png, and exits with 1 if any check fails. Sections:
+
+    layer       hidden 3072, intermediate 1024, 32 experts, top-k 8, two layers, 128 tokens, two updates, full
+    recomputation; Muon and AdamW;
+                both buffer APIs
+    schedule    gradient norm, clipping, weight decay and learning-rate schedule of the bf16 variant against
+    unattached Megatron
+    memory      bytes per expert parameter between steps and at the step's peak, three variants
+    checkpoint  distributed checkpoints: attached to unattached and back, resumed bytes
+    training    a small Qwen3-MoE on the shipped text: baseline, bf16, fp8, three seeds
+
+Without TransformerEngine and a GPU, `--tiny` runs the same code with SequentialMLP on a CPU, as a check of this script.
+"""
+
+import argparse
+import contextlib
+import gc
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weftpub_demo import cpu_megatron
+
+if not torch.cuda.is_available():
+    cpu_megatron.install()
+
+from weftpub_adapters.megatron.attached import AttachSettings, attach, prepare
+from weftpub_adapters.te import count_fp8_gemms, count_weight_quantizations
+from weftpub_demo.corpus import ByteCorpus
+from weftpub_kernels import quantize_pair
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TEXT = Path(cpu_megatron.__file__).with_name("data") / "text.txt"
+FIELDS = ("w", "wt", "scale", "scale_t")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a model and its batch."""
+
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+    layers: int
+    heads: int
+    batch: int
+    length: int
+    recompute: bool = True
+    vocab: int = 256
+
+    @property
+    def expert_numel(self) -> int:
+        return self.layers * self.experts * 3 * self.hidden * self.intermediate
+
+
+REFERENCE = Shape(3072, 1024, 32, 8, 2, 24, 1, 128)
+SMALL = Shape(512, 256, 16, 4, 2, 8, 8, 128, recompute=False)
+TINY = Shape(256, 128, 4, 2, 2, 4, 1, 32)
+
+
+class Report:
+    """Numbers and checks; a failed check is remembered and the run goes on."""
+
+    def __init__(self) -> None:
+        self.data: dict[str, Any] = {"checks": {}, "failed": []}
+
+    def check(self, name: str, passed: bool, detail: Any = None) -> None:
+        self.data["checks"][name] = {"passed": bool(passed), "detail": detail}
+        if not passed:
+            self.data["failed"].append(name)
+        print(f"  {'ok  ' if passed else 'FAIL'} {name}" + ("" if detail is None else f": {detail}"), flush=True)
+
+
+def have_te() -> bool:
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    return bool(HAVE_TE)
+
+
+# Building.
+
+
+def make_model(shape: Shape, seed: int = 0) -> Any:
+    """GPTModel in Float16Module, TransformerEngine's layers where there are any, weights from a seed."""
+    import torch.nn.functional as F
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_layer_with_transformer_engine_spec,
+    )
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.module import Float16Module
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    config = TransformerConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        ffn_hidden_size=shape.intermediate,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.heads // 2,
+        kv_channels=shape.hidden // shape.heads,
+        num_moe_experts=shape.experts,
+        moe_ffn_hidden_size=shape.intermediate,
+        moe_router_topk=shape.top_k,
+        moe_token_dispatcher_type="alltoall",
+        moe_router_load_balancing_type="none",
+        moe_grouped_gemm=have_te(),
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        normalization="RMSNorm",
+        qk_layernorm=True,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        use_cpu_initialization=DEVICE.type == "cpu",
+        perform_initialization=False,
+        **(recompute if shape.recompute else {}),
+    )
+    spec = (
+        get_gpt_layer_with_transformer_engine_spec(num_experts=shape.experts, moe_grouped_gemm=True, qk_layernorm=True)
+        if have_te()
+        else get_gpt_layer_local_spec(
+            num_experts=shape.experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
+        )
+    )
+    model = GPTModel(
+        config,
+        spec,
+        vocab_size=shape.vocab,
+        max_sequence_length=shape.length,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )
+    model = Float16Module(config, model.to(DEVICE))
+    generator = torch.Generator(device=DEVICE).manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(0.0, 0.02, generator=generator)
+    return model
+
+
+@dataclass
+class Trainer:
+    """A wrapped model, its optimizer, and the attachment of the staged variants."""
+
+    ddp: Any
+    optimizer: Any
+    attachment: Any
+
+    def gradients(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+        """Forward and backward over microbatches; the mean loss."""
+        from megatron.core.distributed import finalize_model_grads
+
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        total = 0.0
+        for index, (tokens, labels) in enumerate(batches):
+            last = index == len(batches) - 1
+            with contextlib.nullcontext() if last else self.ddp.no_sync():
+                loss = self.ddp(tokens, *positions_and_mask(tokens), labels=labels).float().mean() / len(batches)
+                loss.backward()
+                total += loss.item()
+        finalize_model_grads([self.ddp], None)
+        return total
+
+    def train(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[float, float]:
+        """One step: loss and gradient norm."""
+        loss = self.gradients(batches)
+        _, norm, _ = self.optimizer.step()
+        return loss, float(norm)
+
+    def main_gradients(self) -> dict[str, torch.Tensor]:
+        """Copies of all main gradients."""
+        return {name: p.main_grad.clone() for name, p in self.ddp.named_parameters()}
+
+    def end(self) -> None:
+        if self.attachment is not None and self.attachment.attached:
+            self.attachment.close()
+
+
+def build(
+    shape: Shape, optimizer: str, variant: str | None, *, seed: int = 0, overlap: bool = False, **config: Any
+) -> Trainer:
+    """A trainer of one variant; None and "baseline" are unattached Megatron."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    staged = variant in ("bf16", "fp8")
+    model = make_model(shape, seed)
+    if staged:
+        prepare(model, AttachSettings(variant=variant))
+    flat = optimizer == "adam"
+    ddp_config = DistributedDataParallelConfig(
+        use_distributed_optimizer=flat, grad_reduce_in_fp32=True, overlap_grad_reduce=overlap
+    )
+    ddp = DistributedDataParallel(model.config, ddp_config, model)
+    settings: dict[str, Any] = {
+        "optimizer": optimizer,
+        "lr": 1e-3,
+        "min_lr": 1e-4,
+        "weight_decay": 0.01,
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
+        "use_distributed_optimizer": flat,
+        "clip_grad": 1.0,
+    }
+    if staged and flat:
+        settings |= {
+            "use_precision_aware_optimizer": True,
+            "optimizer_cpu_offload": True,
+            "optimizer_offload_fraction": 1.0,
+        }
+    opt = get_megatron_optimizer(OptimizerConfig(**{**settings, **config}), [ddp])
+    return Trainer(ddp, opt, attach(ddp, opt) if staged else None)
+
+
+def positions_and_mask(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    length = tokens.shape[1]
+    positions = torch.arange(length, device=DEVICE)[None].expand(tokens.shape[0], -1)
+    mask = None if have_te() else torch.triu(torch.ones(length, length, dtype=torch.bool, device=DEVICE), 1)[None, None]
+    return positions, mask
+
+
+def random_batches(shape: Shape, count: int, seed: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    size = (shape.batch, shape.length + 1)
+    batches = [torch.randint(0, shape.vocab, size, generator=generator).to(DEVICE) for _ in range(count)]
+    return [(b[:, :-1].contiguous(), b[:, 1:].contiguous()) for b in batches]
+
+
+def text_batches(shape: Shape, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    corpus = ByteCorpus(TEXT.read_bytes(), batch=shape.batch, sequence=shape.length, seed=seed)
+    while True:
+        tokens, labels = corpus.next()
+        yield tokens.to(DEVICE), labels.to(DEVICE)
+
+
+def allocated() -> int:
+    gc.collect()
+    return torch.cuda.memory_allocated() if DEVICE.type == "cuda" else 0
+
+
+def clean() -> None:
+    gc.collect()
+    if DEVICE.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def stock_masters(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Unattached Megatron's FP32 masters by parameter name."""
+    names = {id(p): name for name, p in trainer.ddp.named_parameters()}
+    found: dict[str, torch.Tensor] = {}
+    for part in trainer.optimizer.chained_optimizers:
+        if hasattr(part, "model_float16_groups"):
+            models, mains = part.model_float16_groups, part.shard_fp32_from_float16_groups
+        else:
+            models, mains = part.float16_groups, part.fp32_from_float16_groups
+        for model_group, main_group in zip(models, mains, strict=True):
+            for model, main in zip(model_group, main_group, strict=True):
+                found[names[id(model)]] = main
+    return found
+
+
+def attached_masters(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Masters of an attached trainer by the names of its parameters."""
+    placeholders = {id(p): name for name, p in trainer.attachment.placeholders.items()}
+    masters = trainer.attachment.masters()
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in trainer.ddp.named_parameters():
+        key = placeholders.get(id(parameter), name.removeprefix("module.module."))
+        found[name] = masters[key]
+    return found
+
+
+def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> tuple[float, int]:
+    """Largest absolute difference, and how many tensors differ at all."""
+    worst, differing = 0.0, 0
+    for name, expected in other.items():
+        found = one[name].to(expected.device, non_blocking=True).reshape(expected.shape)
+        difference = float((found - expected).abs().max())
+        worst, differing = max(worst, difference), differing + (difference != 0.0)
+    return worst, differing
+
+
+# Sections.
+
+
+def section_layer(report: Report, shape: Shape) -> None:
+    for optimizer in ("muon", "adam"):
+        for api in ("buffer", "resize"):
+            one_layer_run(report, shape, optimizer, api, full=api == "buffer")
+            clean()
+        gradient_accumulation(report, shape, optimizer)
+        clean()
+
+
+def one_layer_run(report: Report, shape: Shape, optimizer: str, api: str, full: bool) -> None:
+    tag = f"layer/{optimizer}/{api}"
+    print(tag, flush=True)
+    trainer = build(shape, optimizer, "fp8")
+    stock = build(shape, optimizer, None) if full else None
+    attachment = trainer.attachment
+    owned = attachment.expert_storage_bytes
+    report.check(f"{tag}/zero BF16 expert storage", owned == 0, owned)
+    for step in range(2):
+        counted_gradients(report, trainer, shape, f"{tag}/step {step}")
+        gradients = trainer.main_gradients() if stock is not None else {}
+        trainer.optimizer.step()
+        report.check(
+            f"{tag}/step {step}/W and W^T are the quantized masters", *exact_bytes(trainer, full and step == 1)
+        )
+        if stock is not None:
+            compare_with_stock(report, trainer, stock, gradients, optimizer, f"{tag}/step {step}")
+        del gradients
+    offload_and_reload(report, trainer, api, tag)
+    close_and_go_on(report, trainer, stock, shape, optimizer, tag)
+
+
+def counted_gradients(report: Report, trainer: Trainer, shape: Shape, tag: str) -> None:
+    """A pass that counts GEMMs and weight quantizations, and looks whether the bytes stayed."""
+    batches = random_batches(shape, 1)
+    if not have_te():
+        trainer.gradients(batches)
+        trainer.attachment.store.verify()
+        return
+    with count_weight_quantizations() as quantized, count_fp8_gemms() as gemms:
+        trainer.gradients(batches)
+    counts = {name: count.total for name, count in gemms.items()}
+    # Two linears a layer: forward, recomputed forward, dgrad and wgrad.
+    expected = shape.layers * 2 * (4 if shape.recompute else 3)
+    report.check(f"{tag}/weight quantizer calls", quantized.total == 0, quantized.total)
+    only_experts = counts["grouped_fp8"] == expected and counts["fp8"] == 0 and counts["grouped_other"] == 0
+    report.check(f"{tag}/FP8 GEMMs are the experts' alone", only_experts, counts)
+    trainer.attachment.store.verify()
+    trainer.attachment.store.check_wt()
+    report.check(f"{tag}/bytes after forward and backward", True, "checksums verified, W^T == W.T")
+
+
+def exact_bytes(trainer: Trainer, full: bool) -> tuple[bool, str]:
+    """Every published field of every matrix (or of each layer's first and last expert) against the reference on the
+    host's master."""
+    store, masters = trainer.attachment.store, trainer.attachment.masters()
+    ends = (store.layout.experts[0], store.layout.experts[-1])
+    matrices = [matrix for matrix in store.layout.matrices if full or matrix.expert in ends]
+    for matrix in matrices:
+        expected, found = quantize_pair(masters[matrix.name].clone()), store.matrix(matrix)
+        for name in FIELDS:
+            one, other = (
+                getattr(expected, name).view(torch.uint8),
+                getattr(found, name).contiguous().view(torch.uint8).cpu(),
+            )
+            if not torch.equal(one, other):
+                return False, f"{matrix.name}.{name}: {int((one != other).sum())} bytes differ"
+    return True, f"{len(matrices)} matrices, reference on the CPU"
+
+
+def compare_with_stock(
+    report: Report, trainer: Trainer, stock: Trainer, gradients: dict[str, torch.Tensor], optimizer: str, tag: str
+) -> None:
+    """Unattached Megatron's optimizer on the same gradients."""
+    for name, parameter in stock.ddp.named_parameters():
+        parameter.main_grad.copy_(gradients[name])
+    stock.optimizer.step()
+    worst, differing = largest_difference(attached_masters(trainer), stock_masters(stock))
+    # Muon runs the same operators in the same order. TE's fused Adam groups AdamW's formula differently, and its norm
+    # is summed in another order:
+    # a few ulp of an update of size lr.
+    bound = 0.0 if optimizer == "muon" else 2e-3 * 1e-3
+    report.check(
+        f"{tag}/masters equal stock Megatron's within {bound}", worst <= bound, {"max": worst, "tensors": differing}
+    )
+
+
+def offload_and_reload(report: Report, trainer: Trainer, api: str, tag: str) -> None:
+    attachment, before = trainer.attachment, allocated()
+    sums = dict(attachment.store.checksums)
+    identity = {name: (id(p), p.untyped_storage()._cdata) for name, p in trainer.ddp.named_parameters()}
+    attachment.offload(api=api)
+    away = allocated()
+    trainer.optimizer.offload_to_cpu()
+    trainer.optimizer.restore_from_cpu()
+    report.check(f"{tag}/optimizer restore drags nothing to the GPU", allocated() == away, allocated() - away)
+    attachment.reload()
+    same = {name: (id(p), p.untyped_storage()._cdata) for name, p in trainer.ddp.named_parameters()} == identity
+    detail = {"before": before, "offloaded": away, "after": allocated()}
+    report.check(f"{tag}/offload and reload", same and dict(attachment.store.checksums) == sums, detail)
+
+
+def close_and_go_on(
+    report: Report, trainer: Trainer, stock: Trainer | None, shape: Shape, optimizer: str, tag: str
+) -> None:
+    """After close, an ordinary update: compared with the stock trainer, whose masters have been the same."""
+    masters = {name: m.clone() for name, m in attached_masters(trainer).items()}
+    trainer.end()
+    exact = all(
+        torch.equal(p.detach().float().cpu(), masters[n].bfloat16().float()) for n, p in trainer.ddp.named_parameters()
+    )
+    report.check(f"{tag}/close gives BF16 of the masters", exact)
+    if DEVICE.type == "cpu" and optimizer == "adam":
+        return  # Megatron's own CPU-offloaded Adam, which the closed trainer has, needs parameters on a GPU
+    batches = random_batches(shape, 1, seed=9)
+    loss, norm = trainer.train(batches)
+    if stock is None:
+        return
+    other, other_norm = stock.train(batches)
+    worst, differing = largest_difference(
+        {name: p.detach().float() for name, p in trainer.ddp.named_parameters()},
+        {name: p.detach().float() for name, p in stock.ddp.named_parameters()},
+    )
+    detail = {"loss": (loss, other), "norm": (norm, other_norm), "max BF16 difference": worst, "tensors": differing}
+    same = loss == other and worst == 0.0 if optimizer == "muon" else abs(loss - other) < 1e-2 and worst <= 2e-2
+    report.check(f"{tag}/the next update after close is the ordinary one", same, detail)
+
+
+def gradient_accumulation(report: Report, shape: Shape, optimizer: str) -> None:
+    """Three microbatches: plain and fused accumulation, reductions overlapped or not, against the sum of three single
+    passes."""
+    batches = random_batches(shape, 3)
+    expected: dict[str, torch.Tensor] | None = None
+    for overlap in (False, True):
+        trainer = build(shape, optimizer, "fp8", overlap=overlap)
+        experts = {id(p) for p in trainer.attachment.placeholders.values()}
+        if expected is None:
+            expected = {
+                name: torch.zeros_like(p.main_grad) for name, p in trainer.ddp.named_parameters() if id(p) in experts
+            }
+            for batch in batches:
+                trainer.gradients([batch])
+                for name, parameter in trainer.ddp.named_parameters():
+                    if name in expected:
+                        expected[name] += parameter.main_grad / len(batches)
+        for fused in (False, True) if have_te() else (False,):
+            for layer in trainer.attachment.layers if have_te() else ():
+                for linear in (layer.module.linear_fc1, layer.module.linear_fc2):
+                    linear.fuse_wgrad_accumulation = fused
+            for _ in range(2):  # from the second iteration on, hooks launch the reductions
+                trainer.gradients(batches)
+            error = max(
+                float((p.main_grad - expected[name]).norm() / (expected[name].norm() + 1e-20))
+                for name, p in trainer.ddp.named_parameters()
+                if name in expected
+            )
+            name = f"accumulate/{optimizer}/overlap {overlap}/fused {fused}"
+            report.check(f"{name}: every gradient counted once", error < 2e-2, f"relative error {error:.1e}")
+        trainer.end()
+        clean()
+
+
+def section_schedule(report: Report, shape: Shape) -> None:
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    shape = replace(shape, recompute=False)
+    for optimizer in ("muon", "adam"):
+        config = {"weight_decay": 0.1, "clip_grad": 0.5}
+        trainers = [build(shape, optimizer, variant, **config) for variant in (None, "bf16")]
+        schedules = [
+            OptimizerParamScheduler(
+                trainer.optimizer,
+                init_lr=0.0,
+                max_lr=1e-3,
+                min_lr=1e-4,
+                lr_warmup_steps=2,
+                lr_decay_steps=8,
+                lr_decay_style="cosine",
+                start_wd=0.0,
+                end_wd=0.2,
+                wd_incr_steps=8,
+                wd_incr_style="linear",
+            )
+            for trainer in trainers
+        ]
+        steps = []
+        for step in range(8):
+            batches = random_batches(shape, 1, seed=step)
+            steps.append([trainer.train(batches) for trainer in trainers])
+            for schedule in schedules:
+                schedule.step(1)
+        worst, differing = largest_difference(attached_masters(trainers[1]), stock_masters(trainers[0]))
+        relative = max(abs(a - b) / abs(a) for plain, staged in steps for a, b in zip(plain, staged, strict=True))
+        detail = {"largest relative difference of loss and norm": relative, "masters": worst, "tensors": differing}
+        # At expert parallel size one the experts have a buffer of their own, which changes the order of AdamW's norm
+        # alone.
+        same = relative == 0.0 and worst == 0.0 if optimizer == "muon" else relative < 5e-3 and worst < 5e-4
+        report.check(f"schedule/{optimizer}: norm, clipping, decay and schedule as unattached", same, detail)
+        trainers[1].end()
+        clean()
+
+
+def section_memory(report: Report, shape: Shape) -> None:
+    rows = []
+    for optimizer in ("muon", "adam"):
+        for variant in ("baseline", "bf16", "fp8"):
+            clean()
+            start = allocated()
+            trainer = build(shape, optimizer, variant)
+            batches = random_batches(shape, 1)
+            trainer.train(batches)
+            trainer.gradients(batches)
+            if DEVICE.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            trainer.optimizer.step()
+            trainer.optimizer.zero_grad()
+            peak = torch.cuda.max_memory_allocated() - start if DEVICE.type == "cuda" else 0
+            between = allocated() - start
+            for buffer in trainer.ddp.buffers + trainer.ddp.expert_parallel_buffers:
+                buffer.offload_to_cpu(move_params=False, move_grads=True)
+            resting = allocated() - start
+            for buffer in trainer.ddp.buffers + trainer.ddp.expert_parallel_buffers:
+                buffer.reload_from_cpu(move_params=False, move_grads=True)
+            row = {
+                "optimizer": optimizer,
+                "variant": variant,
+                "expert_storage": trainer.attachment.expert_storage_bytes if trainer.attachment else None,
+            }
+            for name, value in (("between", between), ("without_gradients", resting), ("peak_of_step", peak)):
+                row[f"{name}_bytes"] = value
+                row[f"{name}_per_expert_parameter"] = round(value / shape.expert_numel, 3)
+            rows.append(row)
+            print("  ", row, flush=True)
+            trainer.end()
+            del trainer
+    report.data["memory"] = {"expert_parameters": shape.expert_numel, "rows": rows}
+
+
+def section_checkpoint(report: Report, shape: Shape, out: Path) -> None:
+    import shutil
+
+    for optimizer in ("muon", "adam"):
+        directory = out / f"checkpoint-{optimizer}"
+        shutil.rmtree(directory, ignore_errors=True)
+        batches = random_batches(shape, 1)
+        straight = build(shape, optimizer, "fp8")
+        for _ in range(2):
+            straight.train(batches)
+        with straight.attachment.saving():
+            save(straight, directory / "attached")
+        after = [(straight.train(batches), dict(straight.attachment.store.checksums)) for _ in range(2)]
+
+        resumed = build(shape, optimizer, "fp8", seed=5)
+        with resumed.attachment.loading():
+            load(resumed, directory / "attached")
+        again = [(resumed.train(batches), dict(resumed.attachment.store.checksums)) for _ in range(2)]
+        report.check(f"checkpoint/{optimizer}: resumed bytes are those of the uninterrupted run", again == after)
+
+        plain = build(shape, optimizer, None, seed=6)
+        plain.train(batches)
+        save(plain, directory / "plain")
+        report.check(
+            f"checkpoint/{optimizer}: keys equal unattached Megatron's",
+            keys(directory / "attached") == keys(directory / "plain"),
+        )
+        expected = {name: p.detach().clone() for name, p in plain.ddp.named_parameters()}
+        with resumed.attachment.loading():
+            load(resumed, directory / "plain")
+        masters = attached_masters(resumed)
+        found = all(torch.equal(masters[n].bfloat16(), p.cpu()) for n, p in expected.items())
+        report.check(f"checkpoint/{optimizer}: an unattached save loads attached", found)
+        if have_te() or optimizer == "muon":  # Megatron cannot load a distributed checkpoint into torch's own Adam
+            with resumed.attachment.saving():
+                save(resumed, directory / "back")
+            load(plain, directory / "back")
+            same = all(torch.equal(p, expected[n]) for n, p in plain.ddp.named_parameters())
+            report.check(f"checkpoint/{optimizer}: an attached save loads unattached", same)
+        straight.end()
+        resumed.end()
+        shutil.rmtree(directory, ignore_errors=True)
+        clean()
+
+
+def checkpoint_metadata() -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+        "singleton_local_shards": False,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+
+
+def sharded(trainer: Trainer, loading: bool) -> dict[str, Any]:
+    model = trainer.ddp.module.module.sharded_state_dict(metadata=checkpoint_metadata())
+    optimizer = trainer.optimizer.sharded_state_dict(model, is_loading=loading, metadata=checkpoint_metadata())
+    return {"model": model, "optimizer": optimizer}
+
+
+def save(trainer: Trainer, path: Path) -> None:
+    from megatron.core import dist_checkpointing
+
+    path.mkdir(parents=True)
+    dist_checkpointing.save(sharded(trainer, False), str(path))
+
+
+def load(trainer: Trainer, path: Path) -> None:
+    from megatron.core import dist_checkpointing
+
+    state = dist_checkpointing.load(sharded(trainer, True), str(path))
+    trainer.ddp.module.module.load_state_dict(state["model"])
+    trainer.optimizer.load_state_dict(state["optimizer"])
+
+
+def keys(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    from megatron.core import dist_checkpointing
+
+    found = dist_checkpointing.load_tensors_metadata(str(path))
+    return {key: (str(tensor.dtype), tuple(tensor.global_shape)) for key, tensor in found.items()}
+
+
+def section_training(report: Report, shape: Shape, out: Path, steps: int, optimizer: str) -> None:
+    curves: dict[str, list[list[float]]] = {variant: [] for variant in ("baseline", "bf16", "fp8")}
+    changed: list[list[float]] = []
+    for seed in range(3):
+        for variant in curves:
+            began = time.monotonic()
+            trainer = build(shape, optimizer, variant, seed=seed)
+            source, losses, shares = text_batches(shape, seed), [], []
+            for step in range(steps):
+                for group in trainer.optimizer.param_groups:
+                    group["lr"] = 1e-3 * min(1.0, (step + 1) / 20)
+                losses.append(trainer.train([next(source)])[0])
+                if variant == "fp8":
+                    shares.append(trainer.attachment.last_step.changed_share)
+            curves[variant].append(losses)
+            if shares:
+                changed.append(shares)
+            trainer.end()
+            del trainer
+            clean()
+            print(
+                f"  seed {seed} {variant}: {losses[0]:.3f} -> {losses[-1]:.3f} in {time.monotonic() - began:.0f} s",
+                flush=True,
+            )
+    last = {v: [sum(c[-20:]) / len(c[-20:]) for c in seeds] for v, seeds in curves.items()}
+    for seed in range(3):
+        ratio = last["fp8"][seed] / last["bf16"][seed] - 1
+        report.check(
+            f"training/seed {seed}: fp8 within 1% of bf16 over the last 20 steps", abs(ratio) < 0.01, f"{ratio:+.3%}"
+        )
+    report.data["training"] = {"optimizer": optimizer, "curves": curves, "last20": last, "changed_share": changed}
+    picture(curves, changed, out / "megatron_adapter.png")
+
+
+def picture(curves: dict[str, list[list[float]]], changed: list[list[float]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5))
+    for colour, (variant, seeds) in zip(("tab:grey", "tab:blue", "tab:orange"), curves.items(), strict=True):
+        for index, losses in enumerate(seeds):
+            left.plot(losses, color=colour, alpha=0.8, linewidth=0.9, label=variant if index == 0 else None)
+    left.set(xlabel="step", ylabel="loss", title="Small Qwen3-MoE on real text, three seeds")
+    left.legend()
+    for index, shares in enumerate(changed):
+        right.plot([100 * share for share in shares], linewidth=0.9, label=f"seed {index}")
+    right.set(xlabel="step", ylabel="% of published expert bytes", title="Bytes changed by each step (fp8)")
+    right.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+
+
+def environment() -> dict[str, Any]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in ("megatron-core", "transformer-engine", "triton", "emerging-optimizers"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    if DEVICE.type == "cuda":
+        found["gpu"] = torch.cuda.get_device_name()
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", default="layer,schedule,memory,checkpoint,training")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--optimizer", choices=["adam", "muon"], default="adam", help="of the training section")
+    parser.add_argument("--tiny", action="store_true", help="small sizes everywhere, to check this script")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    from weftpub_adapters.megatron import initialize_parallel
+
+    initialize_parallel()
+    layer, small = (TINY, TINY) if arguments.tiny else (REFERENCE, SMALL)
+    sections: dict[str, Callable[[Report], None]] = {
+        "layer": lambda report: section_layer(report, layer),
+        "schedule": lambda report: section_schedule(report, small),
+        "memory": lambda report: section_memory(report, layer),
+        "checkpoint": lambda report: section_checkpoint(report, small, arguments.out),
+        "training": lambda report: section_training(report, small, arguments.out, arguments.steps, arguments.optimizer),
+    }
+    report = Report()
+    report.data["environment"] = environment()
+    report.data["seconds"] = {}
+    for name in arguments.only.split(","):
+        began = time.monotonic()
+        print(f"== {name}", flush=True)
+        sections[name](report)
+        report.data["seconds"][name] = round(time.monotonic() - began, 1)
+        (arguments.out / "megatron_adapter.json").write_text(json.dumps(report.data, indent=1), encoding="utf-8")
+        clean()
+    print(json.dumps({"failed": report.data["failed"], "seconds": report.data["seconds"]}))
+    return 1 if report.data["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
