@@ -80,7 +80,7 @@ class DemoConfig:
     seed: int = 0
     batch: int = 2
     sequence: int = 128
-    limit_s: float = 120.0
+    limit_s: float = 180.0
     shape: ModelShape = field(default_factory=ModelShape)
 
     @property

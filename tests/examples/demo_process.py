@@ -3,7 +3,8 @@
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,9 +12,9 @@ import psutil
 
 from weftpub_demo.report import Report
 
-__all__ = ["LIMIT_S", "Finished", "run_demo", "run_python", "still_running"]
+__all__ = ["LIMIT_S", "Finished", "run_demo", "running_demo", "still_running"]
 
-LIMIT_S = 300
+LIMIT_S = 400
 _ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
@@ -37,11 +38,7 @@ def run_demo(directory: Path, *options: str, prelude: str = "") -> Finished:
     Args:
         prelude: Python code that runs in the demo's process first; how a test breaks what the demo stands on.
     """
-    return run_python(directory, f"{prelude}\nfrom weftpub_demo.command import main\nmain()\n", options)
-
-
-def run_python(directory: Path, code: str, options: Sequence[str]) -> Finished:
-    """Run `code` as the demo's process."""
+    code = f"{prelude}\nfrom weftpub_demo.command import main\nmain()\n"
     command = [sys.executable, "-c", code, "--out", str(directory), "--device", "cpu", *options]
     result = subprocess.run(
         command, cwd=directory, env=_ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT_S, check=False
@@ -49,6 +46,19 @@ def run_python(directory: Path, code: str, options: Sequence[str]) -> Finished:
     assert (directory / "report.json").exists(), result.stdout + result.stderr
     report = Report.model_validate_json((directory / "report.json").read_text())
     return Finished(result.returncode, result.stdout, result.stderr, report)
+
+
+@contextmanager
+def running_demo(directory: Path) -> Iterator[subprocess.Popen[str]]:
+    """A long demo under way, its output in `directory`; killed at the end if it still runs."""
+    command = [sys.executable, "-m", "weftpub_demo", "--out", str(directory), "--device", "cpu", "--steps", "400"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    demo = subprocess.Popen(command, cwd=directory, env=_ENVIRONMENT, text=True, **pipes)
+    try:
+        yield demo
+    finally:
+        demo.kill()
+        demo.wait()
 
 
 def still_running(directory: Path) -> list[str]:

@@ -1,14 +1,12 @@
 """The main job when something is broken: it must end with exit code 1 and the reason, commit nothing, leave nobody."""
 
-import os
 import signal
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import psutil
 import pytest
-from demo_process import LIMIT_S, run_demo, still_running
+from demo_process import LIMIT_S, run_demo, running_demo, still_running
 
 from weftpub_demo.report import Report
 
@@ -89,12 +87,7 @@ def test_a_bit_flipped_on_the_way_is_never_served(tmp_path: Path) -> None:
 
 
 def test_a_receiver_killed_in_the_middle_is_named(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "weftpub_demo", "--out", str(tmp_path), "--device", "cpu", "--steps", "400"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    demo = subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
+    with running_demo(tmp_path) as demo:
         assert demo.stderr is not None
         for line in demo.stderr:
             if "version 2 committed" in line:
@@ -102,9 +95,6 @@ def test_a_receiver_killed_in_the_middle_is_named(tmp_path: Path) -> None:
         victim = next(child for child in psutil.Process(demo.pid).children() if _rank(child) == "1")
         victim.send_signal(signal.SIGKILL)
         out, _ = demo.communicate(timeout=LIMIT_S)
-    finally:
-        demo.kill()
-        demo.wait()
     assert demo.returncode == 1
     report = Report.model_validate_json((tmp_path / "report.json").read_text())
     assert not report.ok
@@ -112,6 +102,22 @@ def test_a_receiver_killed_in_the_middle_is_named(tmp_path: Path) -> None:
     assert "receiver 1" in report.error
     assert "SIGKILL" in report.error
     assert out.rstrip().splitlines()[-1].startswith(f"DEMO FAILED after version {report.committed_version}: PeerError")
+    assert still_running(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_demo_takes_its_receivers_with_it(tmp_path: Path, number: signal.Signals) -> None:
+    with running_demo(tmp_path) as demo:
+        driver = psutil.Process(demo.pid)
+        until = time.monotonic() + LIMIT_S
+        while len(receivers := driver.children()) < 2:
+            assert time.monotonic() < until, "the demo started no receivers"
+            time.sleep(0.05)
+        demo.send_signal(number)
+        out, _ = demo.communicate(timeout=LIMIT_S)
+    assert demo.returncode == 130
+    assert out.rstrip().splitlines()[-1] == "DEMO FAILED: interrupted; the receivers were ended"
+    assert not any(receiver.is_running() for receiver in receivers)
     assert still_running(tmp_path) == []
 
 

@@ -14,9 +14,11 @@ pytestmark = pytest.mark.slow
 
 STEPS = 5
 LAYERS, EXPERTS, RECEIVERS = 2, 8, 2
-# Three matrices an expert (gate, up, down), each with its scale in FP8; beside them, what is no expert.
+# Three matrices an expert (gate, up, down), each with its scale in FP8.
 EXPERT_TENSORS = LAYERS * EXPERTS * 3
-OTHER_TENSORS = LAYERS * 9 + 3
+# Four norms and a router a layer, and the last norm, are whole on both receivers; of query, key, value and output
+# projections, of the embedding and of the output layer each has its own part.
+OTHER_TENSORS = LAYERS * (5 + 4 * RECEIVERS) + 1 + 2 * RECEIVERS
 
 
 def test_fp8_with_muon(tmp_path: Path) -> None:
