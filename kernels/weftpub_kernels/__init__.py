@@ -1,8 +1,9 @@
-"""Quantizers that make blockwise FP8 W, W^T and dequant scales, byte for byte as their peers do, and the checksum of any bytes.
+"""Quantizers that make blockwise FP8 W, W^T and dequant scales, byte for byte as their peers do, and the checksum of
+any bytes.
 
-One convention rules here: blocks of 128x128, codes in float8_e4m3fn, ``value = code * dequant scale``. The numeric contract is recipe.py, the
-plain-torch reference (bit-exact on a CPU) reference.py, the GPU kernels triton_quantize.py and triton_checksum.py. Importing
-this package imports no Triton.
+One convention rules here: blocks of 128x128, codes in float8_e4m3fn, ``value = code * dequant scale``. The numeric
+contract is recipe.py, the plain-torch reference (bit-exact on a CPU) reference.py, the GPU kernels triton_quantize.py
+and triton_checksum.py. Importing this package imports no Triton.
 """
 
 from .checksum import checksum, checksum_many, checksum_rows_from_sums

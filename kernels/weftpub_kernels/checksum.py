@@ -2,9 +2,10 @@
 
     h = sum_i byte_i * A^i  mod 2^64,    checksum = mix(h + bytes * G)
 
-A is an odd 64-bit constant, G the golden ratio's, and ``mix`` an invertible scramble (MurmurHash3's finalizer): equal checksums
-of equally many bytes mean equal h. Because A^(row * N + column) = A^(row * N) * A^column, each 128x128 tile of a matrix has one
-partial sum, and the checksum of any block-aligned range of rows follows from the partials without reading the bytes again.
+A is an odd 64-bit constant, G the golden ratio's, and ``mix`` an invertible scramble (MurmurHash3's finalizer): equal
+checksums of equally many bytes mean equal h. Because A^(row * N + column) = A^(row * N) * A^column, each 128x128 tile
+of a matrix has one partial sum, and the checksum of any block-aligned range of rows follows from the partials without
+reading the bytes again.
 
 What is detected for certain, whatever the data:
 
@@ -43,7 +44,8 @@ __all__ = [
 
 MULTIPLIER = 0xD1342543DE82EF95
 """A of the definition: a spectrally good multiplier mod 2^64 (Steele and Vigna, "Computationally easy, spectrally good
-multipliers for congruential pseudorandom number generators", 2021), so that nearby bytes have no small relation either."""
+multipliers for congruential pseudorandom number generators", 2021), so that nearby bytes have no small relation
+either."""
 
 _LENGTH = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -84,37 +86,41 @@ def checksum(tensor: torch.Tensor) -> int:
 def checksum_many(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """int64 [n] on the tensors' device: the checksum of the bytes of each of n contiguous tensors.
 
-    On a GPU one launch reads them all, and nothing waits for it. Raises ShapeError when a tensor is not contiguous or the tensors are on
-    several devices.
+    On a GPU one launch reads them all, and nothing waits for it. Raises ShapeError when a tensor is not contiguous or
+    the tensors are on several devices.
     """
     if not tensors:
         return torch.empty(0, dtype=torch.int64)
     device = tensors[0].device
+    if not all(t.is_contiguous() for t in tensors) or len({t.get_device() for t in tensors}) > 1:
+        _refuse(tensors)
+    counts = np.array([t.numel() * t.element_size() for t in tensors], dtype=np.int64)
+    if device.type == "cuda":
+        from .triton_checksum import sums_on_device, upload
+
+        addresses = np.array([t.data_ptr() for t in tensors], dtype=np.int64)
+        return finish(sums_on_device(addresses, counts, device), upload(counts, device))
+    sums = [_sum_of_bytes(t.reshape(-1).view(torch.uint8)) for t in tensors]
+    return finish(torch.tensor(sums, dtype=torch.int64), torch.from_numpy(counts))
+
+
+def _refuse(tensors: Sequence[torch.Tensor]) -> None:
     for i, tensor in enumerate(tensors):
         if not tensor.is_contiguous():
-            raise ShapeError(
-                f"tensor {i} {list(tensor.shape)} has strides {tensor.stride()}; pass a contiguous one, whose bytes have an order"
-            )
-        if tensor.device != device:
-            raise ShapeError(f"tensor {i} is on {tensor.device}, tensor 0 on {device}; call once per device")
-    counts = torch.tensor([t.numel() * t.element_size() for t in tensors], dtype=torch.int64)
-    if device.type == "cuda":
-        from .triton_checksum import sums_on_device
-
-        sums = sums_on_device(tensors)
-        counts = counts.to(device, non_blocking=True)
-    else:
-        sums = torch.tensor([_sum_of_bytes(t.reshape(-1).view(torch.uint8)) for t in tensors], dtype=torch.int64)
-    return finish(sums, counts)
+            found = f"tensor {i} {list(tensor.shape)} has strides {tensor.stride()}"
+            raise ShapeError(f"{found}; pass a contiguous tensor, whose bytes have one order")
+        if tensor.device != tensors[0].device:
+            raise ShapeError(f"tensor {i} is on {tensor.device}, tensor 0 on {tensors[0].device}; call once per device")
 
 
 def checksum_rows_from_sums(
     sums: torch.Tensor, shape: torch.Size | tuple[int, ...], start: int = 0, stop: int | None = None
 ) -> torch.Tensor:
-    """int64 [...]: the checksum of rows ``start:stop`` of each matrix ``[..., M, N]`` of one-byte codes, from its tile sums.
+    """int64 [...]: the checksum of rows ``start:stop`` of each matrix ``[..., M, N]`` of one-byte codes, from its
+    tile sums.
 
-    ``sums [..., MB, NB]`` is QuantizedPair.sums and ``shape`` the shape of W; ``start`` and ``stop`` are multiples of 128, or the
-    last row. Equals ``checksum(w[..., start:stop, :].contiguous())`` of each matrix. Raises ShapeError.
+    ``sums [..., MB, NB]`` is QuantizedPair.sums and ``shape`` the shape of W; ``start`` and ``stop`` are multiples of
+    128, or the last row. Equals ``checksum(w[..., start:stop, :].contiguous())`` of each matrix. Raises ShapeError.
     """
     rows, columns = shape[-2:]
     stop = rows if stop is None else stop
@@ -128,8 +134,9 @@ def checksum_rows_from_sums(
 
 
 def tile_sums(codes: torch.Tensor) -> torch.Tensor:
-    """int64 [MB, NB]: sum of ``byte * A^(r * N + c)`` over each 128x128 tile of uint8 [M, N], r and c counted within the tile."""
-    (rows, columns), (mb, nb) = codes.shape, grid_of(codes.shape)
+    """int64 [MB, NB]: sum of ``byte * A^(r * N + c)`` over each 128x128 tile of uint8 [M, N], r and c counted within
+    the tile."""
+    columns, (mb, nb) = codes.shape[1], grid_of(codes.shape)
     across = powers(BLOCK).to(codes.device).repeat(nb)[:columns]
     down = powers(BLOCK, columns).to(codes.device)
     result = torch.empty(mb, nb, dtype=torch.int64, device=codes.device)

@@ -1,37 +1,41 @@
-"""The public entry: check the arguments, then hand over to the Triton kernel on a GPU or to the torch reference on a CPU.
+"""The public entry: check the arguments, then hand over to the Triton kernel on a GPU or to the torch reference on a
+CPU.
 
-Everything is checked before the first byte is written. What a check has passed is remembered per layout on a GPU (triton_quantize.py), so
-that a training loop pays for it once.
+Everything is checked before the first byte is written. What a check has passed is remembered per layout on a GPU
+(launch.py), so that a training loop pays for it once.
 """
 
 from collections.abc import Sequence
 
 import torch
 
+from .checks import check_arguments, check_input, check_monitor
 from .errors import DtypeError, ShapeError
 from .nonfinite import NonFiniteMonitor
-from .pair import QuantizedPair, grid_of, overlaps
+from .pair import QuantizedPair, grid_of
 from .recipe import BLOCK, Recipe, get_recipe
-from .reference import quantize_reference, require_cpu_exact
+from .reference import quantize_reference
 
-__all__ = ["check_arguments", "dequantize", "quantize_into", "quantize_pair"]
+__all__ = ["dequantize", "quantize_into", "quantize_pair"]
 
 
 def quantize_pair(x: torch.Tensor, preset: str | Recipe = "te_fp32", out: QuantizedPair | None = None) -> QuantizedPair:
     """Quantize matrices ``x [..., M, N]`` to W, W^T and dequant scales, and wait until they are known to be finite.
 
-    ``x`` is float32 on any device, contiguous or strided (bfloat16 for presets named ``*_bf16``). ``out`` takes the bytes in place, and is
-    returned; without it fresh buffers are made. ``value = code * dequant scale`` (recipe.py gives the formulas and their sources).
+    ``x`` is float32 on any device, contiguous or strided (bfloat16 for presets named ``*_bf16``). ``out`` takes the
+    bytes in place, and is returned; without it fresh buffers are made. ``value = code * dequant scale`` (recipe.py
+    gives the formulas and their sources).
 
-    Raises UnknownPresetError, DtypeError, ShapeError and, on a CPU, ApproximateOnCpuError and NonFiniteError before anything is written.
-    On a GPU the same pass finds NaN and Inf and writes: NonFiniteError then means that ``out`` holds void bytes.
+    Raises UnknownPresetError, DtypeError, ShapeError and, on a CPU, ApproximateOnCpuError and NonFiniteError before
+    anything is written. On a GPU the same pass finds NaN and Inf and writes: NonFiniteError then means that ``out``
+    holds void bytes.
     """
     recipe = get_recipe(preset)
     if out is None:
-        _check_input(x, recipe)
+        check_input(x, recipe)
         out = QuantizedPair.empty(x.shape, x.device)
     if x.device.type == "cuda":
-        from .triton_quantize import idle_monitor, launch
+        from .launch import idle_monitor, launch
 
         with idle_monitor(x.device) as monitor:
             launch(x, out, recipe, monitor, None)
@@ -54,28 +58,31 @@ def quantize_into(
 ) -> None:
     """Quantize ``x [..., M, N]`` into ``out`` on the current stream without waiting: for training loops.
 
-    ``nonfinite`` notes the first NaN or Inf, under ``name`` (one, or one per matrix), and nothing is raised about it until its
-    ``raise_if_set``; without a monitor nobody looks. The first call for a layout compiles, and tests the kernel on the device.
+    ``nonfinite`` notes the first NaN or Inf, under ``name`` (one, or one per matrix), and nothing is raised about it
+    until its ``raise_if_set``; without a monitor nobody looks. The first call for a layout compiles, and tests the
+    kernel on the device.
 
     Raises as quantize_pair does for everything but NonFiniteError, and KernelSelfTestError.
     """
     recipe = get_recipe(preset)
     if x.device.type == "cuda":
-        from .triton_quantize import launch
+        from .launch import launch
 
         launch(x, out, recipe, nonfinite, name)
         return
     check_arguments(x, out, recipe)
     if nonfinite is not None:
-        _check_monitor(x, nonfinite)
+        check_monitor(x, nonfinite)
         nonfinite.note_host(nonfinite.note(x.shape, name), x)
     quantize_reference(x, out, recipe)
 
 
 def dequantize(w: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """``code * dequant scale`` of ``w [..., M, N]`` and ``scale [..., ceil(M/128), ceil(N/128)]``, in a fresh tensor of ``dtype``.
+    """``code * dequant scale`` of ``w [..., M, N]`` and ``scale [..., ceil(M/128), ceil(N/128)]``, in a fresh tensor
+    of ``dtype``.
 
-    The product is made in float32 and rounded once to ``dtype``. Works for W^T with scale_t as well. Raises DtypeError, ShapeError.
+    The product is made in float32 and rounded once to ``dtype``. Works for W^T with scale_t as well. Raises
+    DtypeError, ShapeError.
     """
     if w.dtype != torch.float8_e4m3fn or scale.dtype != torch.float32:
         raise DtypeError(f"codes must be float8_e4m3fn and scales float32, found {w.dtype} and {scale.dtype}")
@@ -88,41 +95,3 @@ def dequantize(w: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.
     for i in range(scale.shape[-2]):
         value[..., i * BLOCK : min((i + 1) * BLOCK, rows), :] *= wide[..., i : i + 1, :]
     return value.to(dtype)
-
-
-def check_arguments(x: torch.Tensor, out: QuantizedPair, recipe: Recipe) -> None:
-    """Raise unless ``x`` may be quantized into ``out``: DtypeError, ShapeError, ApproximateOnCpuError."""
-    _check_input(x, recipe)
-    if tuple(out.w.shape) != tuple(x.shape):
-        raise ShapeError(
-            f"out holds matrices {list(out.w.shape)}, x is {list(x.shape)}; make it with QuantizedPair.empty(x.shape, ...)"
-        )
-    if out.w.device != x.device:
-        raise ShapeError(f"out is on {out.w.device}, x on {x.device}")
-    for name, tensor in out.present().items():
-        if tensor.untyped_storage().nbytes() == 0:
-            raise ShapeError(f"out.{name} has no storage (it is offloaded); reload it before writing")
-        if overlaps(tensor, x):
-            raise ShapeError(f"out.{name} shares memory with x; give it bytes of its own")
-
-
-def _check_input(x: torch.Tensor, recipe: Recipe) -> None:
-    if x.dtype != recipe.input_dtype:
-        hint = (
-            "convert the matrix"
-            if recipe.input_dtype == torch.bfloat16
-            else "pass the FP32 master; rounding it first changes the bytes"
-        )
-        raise DtypeError(f"preset {recipe.name!r} takes {recipe.input_dtype}, found {x.dtype}: {hint}")
-    if x.ndim < 2 or x.numel() == 0:
-        raise ShapeError(f"matrices [..., M, N] that are not empty are needed, found {list(x.shape)}")
-    recipe.check_shape(*x.shape[-2:])
-    if x.device.type == "cpu":
-        require_cpu_exact(recipe)
-    elif x.device.type != "cuda":
-        raise ShapeError(f"matrices on {x.device.type} cannot be quantized; move them to a GPU or the CPU")
-
-
-def _check_monitor(x: torch.Tensor, monitor: NonFiniteMonitor) -> None:
-    if monitor.device != x.device:
-        raise ShapeError(f"the monitor is on {monitor.device}, x on {x.device}; make one per device")

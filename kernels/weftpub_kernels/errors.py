@@ -1,7 +1,7 @@
 """Errors of the quantizers and checksums.
 
-What a caller passed in wrongly is a ``ValueError`` (a wrong dtype also a ``TypeError``), so that callers who know only the
-standard library can catch it. Every message names what was expected, what was found and the remedy.
+What a caller passed in wrongly is a ``ValueError`` (a wrong dtype also a ``TypeError``), so that callers who know
+only the standard library can catch it. Every message names what was expected, what was found and the remedy.
 """
 
 __all__ = [

@@ -1,7 +1,9 @@
-"""Where the first NaN or Inf of a run of matrices lies: noted on the device by the quantizer, read by the host when it likes.
+"""Where the first NaN or Inf of a run of matrices lies: noted on the device by the quantizer, read by the host when
+it likes.
 
-The record is one int64 on the device, the smallest key seen: ``4 * (base + row * N + column) + kind``. Each noted launch gets a base that
-no later launch shares, so a key names the launch, the matrix and the element, and noting costs the host no wait.
+The record is one int64 on the device, the smallest key seen: ``4 * (base + row * N + column) + kind``. Each noted
+launch gets a base that no later launch shares, so a key names the launch, the matrix and the element, and noting
+costs the host no wait.
 """
 
 import bisect
@@ -26,14 +28,14 @@ def kind_of(value: float) -> int:
 class NonFiniteMonitor:
     """Notes the first non-finite element of every matrix quantized under it; ``raise_if_set`` tells.
 
-    ``names`` name the matrices in the order in which they are noted; a name given to ``note`` (or to quantize_into) goes before them, and
-    a matrix with neither is known by its number.
+    ``names`` name the matrices in the order in which they are noted; a name given to ``note`` (or to quantize_into)
+    goes before them, and a matrix with neither is known by its number.
     """
 
     def __init__(self, device: torch.device | str, names: Sequence[str] | None = None) -> None:
         self.record = torch.full((1,), CLEAN, dtype=torch.int64, device=device)
+        self.index = self.record.get_device()
         self._names = list(names or ())
-        self._bases: list[int] = []
         self._launches: list[
             tuple[int, int, int, int, str | Sequence[str] | None]
         ] = []  # first matrix, count, M, N, name(s)
@@ -44,14 +46,17 @@ class NonFiniteMonitor:
         return self.record.device
 
     def note(self, shape: torch.Size | tuple[int, ...], name: str | Sequence[str] | None = None) -> int:
-        """Announce a launch over matrices ``[..., M, N]``; returns its base for the keys. ``name``: one, or one per matrix."""
-        count = math.prod(shape[:-2])
-        if name is not None and not isinstance(name, str) and len(name) != count:
-            raise ShapeError(f"{len(name)} names for {count} matrices of shape {list(shape)}")
+        """Announce a launch over matrices ``[..., M, N]``; returns its base for keys. ``name``: one, or one per
+        matrix."""
+        return self.add(math.prod(shape[:-2]), shape[-2], shape[-1], name)
+
+    def add(self, count: int, rows: int, columns: int, name: str | Sequence[str] | None) -> int:
+        """``note`` for ``count`` matrices [rows, columns]."""
+        if name is not None and type(name) is not str and len(name) != count:
+            raise ShapeError(f"{len(name)} names for {count} matrices [{rows}, {columns}]")
         base = self._elements
-        self._bases.append(base)
-        self._launches.append((self._matrices, count, shape[-2], shape[-1], name))
-        self._elements += math.prod(shape)
+        self._launches.append((base, self._matrices, rows, columns, count, name))
+        self._elements = base + count * rows * columns
         self._matrices += count
         return base
 
@@ -64,14 +69,15 @@ class NonFiniteMonitor:
             self.record.clamp_(max=key)
 
     def raise_if_set(self) -> None:
-        """Raise NonFiniteError for the first non-finite element noted so far; on a GPU this waits for the current stream."""
+        """Raise NonFiniteError for the first non-finite element noted so far; on a GPU this waits for the current
+        stream."""
         key = int(self.record.item())
         if key == CLEAN:
             return
         index, kind = divmod(key, 4)
-        launch = bisect.bisect_right(self._bases, index) - 1
-        first, count, rows, columns, name = self._launches[launch]
-        matrix, element = divmod(index - self._bases[launch], rows * columns)
+        place = bisect.bisect_right(self._launches, index, key=lambda launch: launch[0]) - 1
+        base, first, rows, columns, count, name = self._launches[place]
+        matrix, element = divmod(index - base, rows * columns)
         number = first + matrix
         if name is not None:
             known: str | int = (
@@ -84,6 +90,9 @@ class NonFiniteMonitor:
     def reset(self) -> None:
         """Forget everything noted; on a GPU in the order of the current stream."""
         self.record.fill_(CLEAN)
-        self._bases.clear()
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the host's notes while the record is known to be clean, so that keys start again at 0."""
         self._launches.clear()
         self._elements = self._matrices = 0

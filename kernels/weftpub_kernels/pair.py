@@ -1,12 +1,13 @@
 """What a quantizer writes: W, W^T and their dequant scales, as fresh tensors or as views of bigger buffers.
 
 Shapes for a matrix (or a batch of matrices) ``[..., M, N]`` with MB = ceil(M/128), NB = ceil(N/128):
-``w [..., M, N]`` and ``wt [..., N, M]`` in float8_e4m3fn, ``scale [..., MB, NB]`` and ``scale_t [..., NB, MB]`` in float32,
-and, where the checksum is wanted, ``sums [..., MB, NB]`` in int64: the checksum sum of each tile of W (see checksum.py).
+``w [..., M, N]`` and ``wt [..., N, M]`` in float8_e4m3fn, ``scale [..., MB, NB]`` and ``scale_t [..., NB, MB]`` in
+float32, and, where the checksum is wanted, ``sums [..., MB, NB]`` in int64: the checksum sum of each tile of W (see
+checksum.py).
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from typing import Self
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from .errors import DtypeError, ShapeError
 from .recipe import BLOCK
 
-__all__ = ["QuantizedPair", "grid_of", "overlaps"]
+__all__ = ["QuantizedPair", "grid_of", "overlaps", "span"]
 
 _TYPES = {
     "w": torch.float8_e4m3fn,
@@ -24,6 +25,7 @@ _TYPES = {
     "scale_t": torch.float32,
     "sums": torch.int64,
 }
+_layouts: dict[tuple[object, ...], int] = {}
 
 
 def grid_of(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
@@ -32,13 +34,23 @@ def grid_of(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
 
 
 def overlaps(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """True when some byte belongs to both tensors (or when that is too costly to decide). Pointers are only compared."""
+    """True when some byte belongs to both tensors, or when that is too costly to decide. Addresses are only
+    compared."""
     if a.device != b.device or a.numel() == 0 or b.numel() == 0:
+        return False
+    first, second = a.data_ptr(), b.data_ptr()
+    if first + span(a) <= second or second + span(b) <= first:
         return False
     try:
         return np.shares_memory(_ghost(a), _ghost(b), max_work=100_000)
     except np.exceptions.TooHardError:
         return True
+
+
+def span(tensor: torch.Tensor) -> int:
+    """Bytes from the tensor's first element to the end of its last one."""
+    steps = sum(step * (size - 1) for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return (steps + 1) * tensor.element_size()
 
 
 def _ghost(tensor: torch.Tensor) -> np.ndarray:
@@ -57,7 +69,8 @@ def _ghost(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    """True unless, ordered by stride, each dimension steps over everything below it: then no element is written twice."""
+    """True unless, ordered by stride, each dimension steps over everything below it: then no element is written
+    twice."""
     extent = 1
     for step, size in sorted(
         (step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1
@@ -72,7 +85,8 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
 class QuantizedPair:
     """The bytes of one generation of one matrix, or of a batch of them: ``value = code * dequant scale``.
 
-    Making one checks it once: dtypes, shapes, one device, and that no two buffers share a byte (DtypeError, ShapeError).
+    Making one checks it once: dtypes, shapes, one device, and that no two buffers share a byte (DtypeError,
+    ShapeError).
     """
 
     w: torch.Tensor
@@ -80,6 +94,8 @@ class QuantizedPair:
     scale: torch.Tensor
     scale_t: torch.Tensor
     sums: torch.Tensor | None = None
+    layout: int = field(init=False, repr=False)
+    """Equal for pairs of one shape, one device and the same strides: what a launch depends on besides addresses."""
 
     def __post_init__(self) -> None:
         shape = tuple(self.w.shape)
@@ -107,6 +123,8 @@ class QuantizedPair:
                 raise ShapeError(
                     f"{name} with strides {tensor.stride()} has elements at one address; give it memory of its own"
                 )
+        strides = tuple(tensor if tensor is None else tensor.stride() for tensor in self._buffers())
+        object.__setattr__(self, "layout", _layouts.setdefault((self.w.device, shape, strides), len(_layouts)))
         names = list(present)
         for i, first in enumerate(names):
             for second in names[i + 1 :]:
@@ -134,7 +152,10 @@ class QuantizedPair:
 
     def present(self) -> dict[str, torch.Tensor]:
         """The buffers by name, without ``sums`` where there is none."""
-        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
+        return {name: tensor for name, tensor in zip(_TYPES, self._buffers(), strict=True) if tensor is not None}
+
+    def _buffers(self) -> tuple[torch.Tensor | None, ...]:
+        return self.w, self.wt, self.scale, self.scale_t, self.sums
 
     def __getitem__(self, index: int | slice) -> Self:
         """The pair of one matrix, or of some, of a batch (views)."""

@@ -1,7 +1,8 @@
-"""The recipe in plain torch: bit-exact on a CPU for every preset made of IEEE operators, and what the GPU is tested against.
+"""The recipe in plain torch: bit-exact on a CPU for every preset made of IEEE operators, and what the GPU is tested
+against.
 
-It imports no Triton, and it writes into the same buffers as the kernel. Subnormals count (te_pow2 stores subnormal scales), so
-a thread that flushes them to zero is refused.
+It imports no Triton, and it writes into the same buffers as the kernel. Subnormals count (te_pow2 stores subnormal
+scales), so a thread that flushes them to zero is refused.
 """
 
 import math
@@ -21,7 +22,8 @@ _FLT_MAX = torch.finfo(torch.float32).max
 
 
 def require_cpu_exact(recipe: Recipe) -> None:
-    """Raise unless this CPU thread can make the preset's bytes: ApproximateOnCpuError, or KernelError when it flushes subnormals."""
+    """Raise unless this CPU thread can make the preset's bytes: ApproximateOnCpuError, or KernelError when it flushes
+    subnormals."""
     if not recipe.ieee:
         raise ApproximateOnCpuError(
             f"preset {recipe.name!r} uses Triton's approximate division, which a CPU cannot repeat bit for bit; "
@@ -39,7 +41,16 @@ def block_amax(x: torch.Tensor) -> torch.Tensor:
 
 
 def block_scales(amax: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
-    """(multiplier m, dequant scale s) of blocks with these float32 amax, by the recipe's operators in order."""
+    """(multiplier m, dequant scale s) of blocks with these float32 amax, by the recipe's operators in order.
+
+    Both are NaN where amax is not finite: such a block is void.
+    """
+    m, s = _scales(torch.where(amax.isfinite(), amax, torch.ones_like(amax)), recipe)
+    void = torch.full_like(amax, math.nan)
+    return torch.where(amax.isfinite(), m, void), torch.where(amax.isfinite(), s, void)
+
+
+def _scales(amax: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
     one = torch.ones_like(amax)
     if recipe.amax_floor:
         amax = amax.clamp_min(recipe.amax_floor)
@@ -48,7 +59,7 @@ def block_scales(amax: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torc
     elif recipe.scale_rule == "recip_amax_times_448":
         m = (one / amax) * torch.full_like(amax, FP8_MAX)
     elif recipe.scale_rule == "amax_times_recip":
-        return _from_scale(amax * torch.full_like(amax, _RECIP_448), amax, recipe)
+        return _from_scale(amax * torch.full_like(amax, _RECIP_448), recipe)
     else:
         raise ApproximateOnCpuError(f"{recipe.scale_rule} has no exact form in torch")
     if recipe.overflow == "max_finite":
@@ -56,11 +67,11 @@ def block_scales(amax: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torc
     if recipe.pow2_rule == "truncate_multiplier":
         m = (m.view(torch.int32) & 0x7F800000).view(torch.float32)
     if recipe.zero_rule == "one":
-        m = torch.where((amax == 0) | amax.isinf(), one, m)
+        m = torch.where(amax == 0, one, m)
     return m, one / m
 
 
-def _from_scale(s: torch.Tensor, amax: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
+def _from_scale(s: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
     one = torch.ones_like(s)
     if recipe.pow2_rule == "ceil_bits":
         bits = s.view(torch.int32)
@@ -71,17 +82,15 @@ def _from_scale(s: torch.Tensor, amax: torch.Tensor, recipe: Recipe) -> tuple[to
     elif recipe.pow2_rule == "ceil_log2_e8m0":
         exponent = ceil_log2(s).clamp(-127, 127)
         s = torch.where(exponent == -127, one, torch.ldexp(one, exponent.clamp_min(-126)))
-    if recipe.zero_rule == "one":
-        s = torch.where((amax == 0) | amax.isinf(), one, s)
     return one / s, s
 
 
 def ceil_log2(s: torch.Tensor) -> torch.Tensor:
     """ceil(fp32(log2 s)) of non-negative float32, as int32; -150 for 0.
 
-    With s = 2^e (1 + k 2^-23), log2 s = e + k 2^-23 / ln 2 to within the float32 grid, and it rounds to e while it is less than
-    half a step past e, that is while k <= ln 2 * 2^(p-1), where 2^p is the binade of |log2 s| just above e. Only integers
-    decide, so any log2 routine that rounds this sum once agrees; CUDA's does.
+    With s = 2^e (1 + k 2^-23), log2 s = e + k 2^-23 / ln 2 to within the float32 grid, and it rounds to e while it is
+    less than half a step past e, that is while k <= ln 2 * 2^(p-1), where 2^p is the binade of |log2 s| just above e.
+    Only integers decide, so any log2 routine that rounds this sum once agrees; CUDA's does.
     """
     subnormal = s < 2.0**-126
     bits = torch.where(subnormal, s * 2.0**23, s).view(torch.int32)
@@ -97,10 +106,8 @@ def ceil_log2(s: torch.Tensor) -> torch.Tensor:
 def fp8_codes(x: torch.Tensor, m: torch.Tensor, s: torch.Tensor, recipe: Recipe) -> torch.Tensor:
     """Codes uint8 [M, N] of one float32 matrix, given the multiplier and dequant scale of each block [MB, NB]."""
     blocks = _blocks(x)
-    if recipe.code_rule == "divide":
-        scaled = blocks / s[:, None, :, None]
-    else:
-        scaled = blocks * m[:, None, :, None]
+    divide = recipe.code_rule == "divide"
+    scaled = blocks / s[:, None, :, None] if divide else blocks * m[:, None, :, None]
     codes = scaled.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
     nan = scaled.isnan()
     if nan.any():  # the GPU's conversion drops the sign of NaN, torch keeps it
@@ -115,8 +122,6 @@ def quantize_reference(x: torch.Tensor, out: QuantizedPair, recipe: Recipe) -> N
     for index in np.ndindex(*x.shape[:-2]):
         matrix = x[index].float()
         amax = block_amax(matrix)
-        if amax.isnan().any():
-            amax = block_amax(torch.where(matrix.isnan(), 0.0, matrix))
         m, s = block_scales(amax, recipe)
         q = fp8_codes(matrix, m, s, recipe)
         codes[index].copy_(q)

@@ -1,0 +1,233 @@
+"""From checked arguments to a kernel launch, cheaply.
+
+All that depends on dtypes, shapes and strides is worked out once per layout and kept as a plan: argument checks, the
+compiled kernel, its constant arguments, and the self-test of that variant on that device. A call then reads the
+buffers' addresses and launches, a few microseconds on the host, and allocates nothing.
+"""
+
+import contextlib
+import functools
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from triton.runtime import driver
+
+from .checks import check_arguments, check_monitor
+from .errors import ShapeError
+from .fragments import sum_weights
+from .nonfinite import NonFiniteMonitor
+from .pair import QuantizedPair, grid_of, span
+from .recipe import BLOCK, Recipe
+from .triton_quantize import COLUMNS_FIRST, NUM_WARPS, ROWS_FIRST, quantize_tiles
+
+__all__ = ["Variant", "idle_monitor", "launch"]
+
+_MAX_PLANS = 4096
+_LOW = 1 << 40  # a tensor without storage has the address of its offset, which is below this
+
+
+class Variant(NamedTuple):
+    """What the kernel is compiled for; each variant is tested once per device before its first use."""
+
+    dtype: torch.dtype
+    operators: tuple[float | str, ...]
+    even: bool
+    sums: bool
+    check: bool
+    aligned: bool
+
+
+@dataclass(slots=True, frozen=True)
+class _Plan:
+    run: Callable[..., None]
+    programs: tuple[int, int, int]  # blocks across, blocks down, matrices
+    function: Any
+    packed_metadata: Any
+    constants: tuple[Any, ...]  # every argument after the addresses and the base
+    spans: tuple[int, int, int, int, int]  # bytes that x, w, wt, scale and scale_t reach over
+    weights: torch.Tensor | None
+    matrices: tuple[int, int, int]  # how many, M, N
+
+
+_plans: dict[tuple[Any, ...], _Plan | None] = {}
+_tested: set[tuple[int, Variant]] = set()
+_lock = threading.RLock()
+_local = threading.local()
+
+
+@contextlib.contextmanager
+def idle_monitor(device: torch.device) -> Iterator[NonFiniteMonitor]:
+    """A clean monitor for one call that waits for its result, kept per thread and device."""
+    kept: dict[torch.device, NonFiniteMonitor] = _local.__dict__.setdefault("monitors", {})
+    monitor = kept.pop(device, None) or NonFiniteMonitor(device)
+    yield monitor
+    monitor.forget()
+    kept[device] = monitor  # one that raised is dropped: its record is set
+
+
+def launch(
+    x: torch.Tensor,
+    out: QuantizedPair,
+    recipe: Recipe,
+    monitor: NonFiniteMonitor | None,
+    name: str | Sequence[str] | None,
+    tested: bool = True,
+) -> None:
+    """Quantize CUDA matrices ``x`` into ``out`` on the current stream; errors are those of entry.quantize_into.
+
+    Only the self-test itself passes ``tested=False``: it runs a variant that has not been tested yet.
+    """
+    px, pw, pt, ps, pst = (
+        x.data_ptr(), out.w.data_ptr(), out.wt.data_ptr(), out.scale.data_ptr(), out.scale_t.data_ptr(),
+    )  # fmt: skip
+    index = x.get_device()
+    aligned = (px | pw | pt) & 15 == 0
+    key = (recipe, index, x.dtype, x.shape, x.stride(), out.layout, monitor is None, aligned, tested)
+    if key not in _plans:
+        _prepare(key, x, out, recipe, monitor is not None, aligned, tested)
+    plan = _plans[key]
+    if plan is None:
+        _launch_slices(x, out, recipe, monitor, name, tested)
+        return
+    nx, nw, nt, ns, nst = plan.spans
+    end = px + nx
+    if (
+        (pw < end and px < pw + nw) or (pt < end and px < pt + nt) or (ps < end and px < ps + ns)
+        or (pst < end and px < pst + nst) or min(px, pw, pt, ps, pst) < _LOW
+    ):  # fmt: skip
+        check_arguments(x, out, recipe)
+    base = record = 0
+    if monitor is not None:
+        if monitor.index != index:
+            check_monitor(x, monitor)
+        record = monitor.record.data_ptr()
+        base = monitor.add(*plan.matrices, name)
+    sums = 0 if out.sums is None else out.sums.data_ptr()
+    if torch.cuda.current_device() != index:
+        with torch.cuda.device(index):
+            _run(plan, index, px, pw, pt, ps, pst, sums, record, base)
+    else:
+        _run(plan, index, px, pw, pt, ps, pst, sums, record, base)
+
+
+def _run(plan: _Plan, index: int, *addresses_and_base: int) -> None:
+    """What Triton's own launch does once its cache has found the kernel (hooks of its profilers aside)."""
+    plan.run(
+        *plan.programs, driver.active.get_current_stream(index), plan.function, plan.packed_metadata, None, None, None,
+        *addresses_and_base, *plan.constants,
+    )  # fmt: skip
+
+
+def _prepare(
+    key: tuple[Any, ...],
+    x: torch.Tensor,
+    out: QuantizedPair,
+    recipe: Recipe,
+    check: bool,
+    aligned: bool,
+    tested: bool,
+) -> None:
+    """Check everything that the key stands for, test and compile its kernel, and keep the plan."""
+    check_arguments(x, out, recipe)
+    with _lock, torch.cuda.device(x.device):
+        even = x.shape[-2] % BLOCK == 0 and x.shape[-1] % BLOCK == 0
+        variant = Variant(x.dtype, recipe.operators, even, out.sums is not None, check, aligned)
+        if tested and (x.get_device(), variant) not in _tested:
+            from .selftest import check_variant
+
+            check_variant(variant, recipe, x.device)
+            _tested.add((x.get_device(), variant))
+        if len(_plans) >= _MAX_PLANS:
+            _plans.clear()
+        _plans[key] = _plan(x, out, variant)
+
+
+def _plan(x: torch.Tensor, out: QuantizedPair, variant: Variant) -> _Plan | None:
+    """The plan of one launch over all matrices, or None when the leading dimensions do not run along one stride."""
+    buffers = [x, out.w, out.wt, out.scale, out.scale_t]
+    strides: list[int] = []
+    for tensor in [*buffers, out.scale if out.sums is None else out.sums]:
+        step = _batch_stride(tensor)
+        if step is None:
+            return None
+        strides += [step, *tensor.stride()[-2:]]
+    count, (rows, columns), (mb, nb) = math.prod(x.shape[:-2]), x.shape[-2:], grid_of(x.shape)
+    if count >= 1 << 16 or mb >= 1 << 16:
+        raise ShapeError(
+            f"{list(x.shape)} has {count} matrices of {mb} rows of blocks, one launch takes 65535; split it"
+        )
+    wide = any(BLOCK * abs(a) + BLOCK * abs(b) >= 1 << 31 for a, b in (t.stride()[-2:] for t in buffers[:3]))
+    weights = _weights(columns, x.device) if variant.sums else None
+    constants = (
+        0 if weights is None else weights.data_ptr(), 0, rows, columns, *strides, *variant.operators,
+        variant.even, variant.check, variant.sums, wide, COLUMNS_FIRST, ROWS_FIRST,
+    )  # fmt: skip
+    pointers = [_Pointer(t.dtype, variant.aligned) for t in buffers] + [_Pointer(torch.int64, True)] * 2
+    compiled = quantize_tiles.warmup(*pointers, 0, *constants, grid=(1,), **_options(variant, wide))
+    return _Plan(
+        compiled.run,
+        (nb, mb, count),
+        compiled.function,
+        compiled.packed_metadata,
+        constants,
+        (span(x), span(out.w), span(out.wt), span(out.scale), span(out.scale_t)),
+        weights,
+        (count, rows, columns),
+    )
+
+
+def _options(variant: Variant, wide: bool) -> dict[str, int]:
+    """Three programs per multiprocessor where 80 registers hold them without spilling."""
+    lean = variant.even and variant.aligned and not wide and "divide" not in variant.operators
+    return {"num_warps": NUM_WARPS, "maxnreg": 80} if lean else {"num_warps": NUM_WARPS}
+
+
+def _launch_slices(
+    x: torch.Tensor,
+    out: QuantizedPair,
+    recipe: Recipe,
+    monitor: NonFiniteMonitor | None,
+    name: str | Sequence[str] | None,
+    tested: bool,
+) -> None:
+    """One launch per index of the first dimension."""
+    each = math.prod(x.shape[1:-2])
+    if isinstance(name, str):
+        name = [f"{name}[{i}]" for i in range(math.prod(x.shape[:-2]))]
+    for i in range(x.shape[0]):
+        launch(x[i], out[i], recipe, monitor, None if name is None else name[i * each : (i + 1) * each], tested)
+
+
+def _batch_stride(tensor: torch.Tensor) -> int | None:
+    """Elements from one matrix to the next over all leading dimensions, 0 for one matrix, None when there is no one
+    step."""
+    step: int | None = None
+    expected = 0
+    for size, stride in zip(reversed(tensor.shape[:-2]), reversed(tensor.stride()[:-2]), strict=True):
+        if size == 1:
+            continue
+        if step is not None and stride != expected:
+            return None
+        step = stride if step is None else step
+        expected = stride * size
+    return step or 0
+
+
+@functools.lru_cache(maxsize=256)
+def _weights(columns: int, device: torch.device) -> torch.Tensor:
+    return sum_weights(columns).to(device)
+
+
+class _Pointer:
+    """Stands for a buffer while compiling: its dtype, and whether its address may be taken as a multiple of 16."""
+
+    def __init__(self, dtype: torch.dtype, aligned: bool) -> None:
+        self.dtype = dtype
+        self._address = 16 if aligned else 1
+
+    def data_ptr(self) -> int:
+        return self._address
