@@ -1,6 +1,7 @@
 """The exported directory: bytes, names, quantization_config, and what is refused before anything is written."""
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from store_support import published, same_bytes
 
 from weftpub.canonical import CanonicalTensor
 from weftpub.checkpoint import LazyTensors, export_hf
-from weftpub.errors import CheckpointError, ConfigError, GenerationError, StateError, TornError
+from weftpub.errors import CheckpointError, ConfigError, DeadlineError, GenerationError, StateError, TornError
 
 EXPERT = "model.layers.1.mlp.experts.2.up_proj"
 
@@ -251,6 +252,28 @@ def test_only_a_sealed_store_is_exported(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="offloaded"):
         export_hf(tmp_path / "out", offloaded, other_tensors(), CONFIG, version=1)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_step_that_begins_during_an_export_waits_for_its_end(tmp_path: Path) -> None:
+    store, others = model_store(), other_tensors()
+    reading, go_on = threading.Event(), threading.Event()
+
+    class SlowTensors(dict):
+        def items(self):
+            reading.set()
+            go_on.wait(30)
+            return super().items()
+
+    arguments = (tmp_path / "out", store, SlowTensors(others), CONFIG)
+    export = threading.Thread(target=export_hf, args=arguments, kwargs={"version": 5}, daemon=True)
+    export.start()
+    reading.wait(30)
+    with pytest.raises(DeadlineError, match="export of version 5"):
+        store.begin(1, timeout=0.05)
+    go_on.set()
+    export.join(60)
+    store.begin(1, timeout=0)
+    assert _read(tmp_path / "out").keys() == others.keys() | {entry.name for entry in store.entries()}
 
 
 def test_masters_and_store_are_only_read(tmp_path: Path) -> None:
