@@ -421,18 +421,30 @@ def close_and_go_on(
     report.check(f"{tag}/close gives BF16 of the masters", exact)
     if DEVICE.type == "cpu" and optimizer == "adam":
         return  # Megatron's own CPU-offloaded Adam, which the closed trainer has, needs parameters on a GPU
-    batches = random_batches(shape, 1, seed=9)
-    loss, norm = trainer.train(batches)
     if stock is None:
+        trainer.train(random_batches(shape, 1, seed=9))
         return
-    other, other_norm = stock.train(batches)
-    worst, differing = largest_difference(
-        {name: p.detach().float() for name, p in trainer.ddp.named_parameters()},
-        {name: p.detach().float() for name, p in stock.ddp.named_parameters()},
-    )
-    detail = {"loss": (loss, other), "norm": (norm, other_norm), "max BF16 difference": worst, "tensors": differing}
-    same = loss == other and worst == 0.0 if optimizer == "muon" else abs(loss - other) < 1e-2 and worst <= 2e-2
+    trainer.gradients(random_batches(shape, 1, seed=9))
+    norms = step_together(trainer, stock)
+    worst, differing = largest_difference(parameters(trainer), parameters(stock))
+    # The closed AdamW is Megatron's CPU-offloaded one, the stock one TE's fused: a BF16 parameter may round the other
+    # way.
+    same = norms[0] == norms[1] and worst == 0.0 if optimizer == "muon" else worst <= 2**-7
+    detail = {"norm": norms, "max BF16 difference": worst, "tensors": differing}
     report.check(f"{tag}/the next update after close is the ordinary one", same, detail)
+
+
+def step_together(first: Trainer, second: Trainer) -> tuple[float, float]:
+    """One optimizer step of both on the gradients of the first: GPU kernels that add in any order would set them
+    apart."""
+    for (_, source), (_, target) in zip(first.ddp.named_parameters(), second.ddp.named_parameters(), strict=True):
+        target.main_grad.copy_(source.main_grad)
+    return float(first.optimizer.step()[1]), float(second.optimizer.step()[1])
+
+
+def parameters(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """All parameters as FP32 copies."""
+    return {name: p.detach().float() for name, p in trainer.ddp.named_parameters()}
 
 
 def gradient_accumulation(report: Report, shape: Shape, optimizer: str) -> None:
@@ -492,18 +504,18 @@ def section_schedule(report: Report, shape: Shape) -> None:
             )
             for trainer in trainers
         ]
-        steps = []
+        norms = []
         for step in range(8):
-            batches = random_batches(shape, 1, seed=step)
-            steps.append([trainer.train(batches) for trainer in trainers])
+            trainers[0].gradients(random_batches(shape, 1, seed=step))
+            norms.append(step_together(*trainers))
             for schedule in schedules:
                 schedule.step(1)
         worst, differing = largest_difference(attached_masters(trainers[1]), stock_masters(trainers[0]))
-        relative = max(abs(a - b) / abs(a) for plain, staged in steps for a, b in zip(plain, staged, strict=True))
-        detail = {"largest relative difference of loss and norm": relative, "masters": worst, "tensors": differing}
+        relative = max(abs(plain - staged) / plain for plain, staged in norms)
+        detail = {"largest relative difference of the norm": relative, "masters": worst, "tensors": differing}
         # At expert parallel size one the experts have a buffer of their own, which changes the order of AdamW's norm
         # alone.
-        same = relative == 0.0 and worst == 0.0 if optimizer == "muon" else relative < 5e-3 and worst < 5e-4
+        same = relative == 0.0 and worst == 0.0 if optimizer == "muon" else relative < 1e-5 and worst < 2e-5
         report.check(f"schedule/{optimizer}: norm, clipping, decay and schedule as unattached", same, detail)
         trainers[1].end()
         clean()
@@ -557,12 +569,22 @@ def section_checkpoint(report: Report, shape: Shape, out: Path) -> None:
             straight.train(batches)
         with straight.attachment.saving():
             save(straight, directory / "attached")
-        after = [(straight.train(batches), dict(straight.attachment.store.checksums)) for _ in range(2)]
+        steps, after = [], []
+        for seed in (2, 3):
+            straight.gradients(random_batches(shape, 1, seed=seed))
+            steps.append(straight.main_gradients())
+            straight.optimizer.step()
+            after.append(dict(straight.attachment.store.checksums))
 
         resumed = build(shape, optimizer, "fp8", seed=5)
         with resumed.attachment.loading():
             load(resumed, directory / "attached")
-        again = [(resumed.train(batches), dict(resumed.attachment.store.checksums)) for _ in range(2)]
+        again = []
+        for gradients in steps:  # the same ones: GPU kernels that add in any order would set the runs apart
+            for name, parameter in resumed.ddp.named_parameters():
+                parameter.main_grad.copy_(gradients[name])
+            resumed.optimizer.step()
+            again.append(dict(resumed.attachment.store.checksums))
         report.check(f"checkpoint/{optimizer}: resumed bytes are those of the uninterrupted run", again == after)
 
         plain = build(shape, optimizer, None, seed=6)
