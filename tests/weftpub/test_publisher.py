@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from publish_room import Room, open_room
-from publish_world import World, assert_serves
+from publish_world import FakeEngine, World, assert_serves
 
 import weftpub_kernels
 from weftpub.channel import Deadlines
@@ -27,13 +27,13 @@ from weftpub.errors import (
     WeftpubError,
 )
 from weftpub.plan import Destination, ViewSpec, cut_pieces, make_plan
-from weftpub.publisher import Peer, Publisher, SourceBuffers
-from weftpub.publisher import sources as sources_module
+from weftpub.publisher import CurveKeys, Peer, Publisher, SourceBuffers
 from weftpub.publisher.coordinator import Coordinator
 from weftpub.publisher.evidence import compare_sha256
 from weftpub.publisher.transfer import Transfer
+from weftpub.receive import Receiver, ReceiverThread
 from weftpub.receive.reception import Reception
-from weftpub.transport import CopyTable
+from weftpub.transport import CopyTable, RegionTable
 from weftpub.version import EngineState as S
 
 SMALL = World(experts=2, ep=2, extra=(("model.norm.weight", (256,), torch.float32),))
@@ -156,10 +156,14 @@ def test_known_checksums_are_used(room: Room, monkeypatch: pytest.MonkeyPatch) -
     known = {name: weftpub_kernels.checksum(t) for name, t in sources.items()}
     del known["model.norm.weight"]
     computed: list[int] = []
-    compute = sources_module.region_checksums
-    monkeypatch.setattr(
-        sources_module, "region_checksums", lambda t, views, n: (computed.append(len(views)), compute(t, views, n))[1]
-    )
+    compute = RegionTable.checksums
+
+    def count(self: RegionTable, tensors: Any, scratch: int, only: Any = None) -> Any:
+        if only is not None:  # the sender asks for some regions, receivers for all
+            computed.append(len(only))
+        return compute(self, tensors, scratch, only)
+
+    monkeypatch.setattr(RegionTable, "checksums", count)
     room.publisher().publish(1, sources, known)
     assert computed == [1]
     for engine in room.engines:
@@ -329,6 +333,30 @@ class TestEngineFailures:
         assert [e.version for e in room.engines] == [0, 0]
         assert not any(e.serving for e in room.engines if e.fenced)
         assert "torn" in states(publisher)
+
+    def test_replies_to_a_publish_that_failed_are_not_taken_for_others(
+        self, room: Room, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The publish ends while a chunk is still being copied; its late answer belongs to nothing that follows."""
+        take = Reception.take
+
+        def slow(self: Reception, chunk: Any, transports: Any) -> None:
+            if self._plans.table.part.rank == 0:
+                threading.Event().wait(0.3)
+            else:
+                raise RuntimeError("no room")
+            take(self, chunk, transports)
+
+        publisher = room.publisher()
+        with monkeypatch.context() as patch:
+            patch.setattr(Reception, "take", slow)
+            with pytest.raises(ChannelError, match="no room") as caught:
+                publisher.publish(1, SMALL.sources(0, 1))
+        assert any("engine engine0 is" in note and "torn" in note for note in caught.value.__notes__)
+        assert "receiving" not in states(publisher)
+        publisher.publish(1, SMALL.sources(0, 1))
+        for engine in room.engines:
+            assert_serves(engine, 1)
 
 
 class TestSeveralEngines:
@@ -527,6 +555,17 @@ class TestDriver:
         publisher.publish(2, SMALL.sources(0, 2))
         gate = room.engines[1].parameters["model.layers.0.mlp.experts.w13_weight"].data[0, :256].view(torch.uint8)
         assert torch.equal(gate, SMALL.value(GATE, 2).view(torch.uint8))
+
+    def test_over_tcp_with_keys(self, tmp_path: Path) -> None:
+        (sp, ss), (cp, cs) = CurveKeys.generate_pair(), CurveKeys.generate_pair()
+        world = World(experts=2, ep=1, extra=SMALL.extra)
+        engine = FakeEngine(world)
+        receiver = Receiver(engine, run_id="run", version=None)
+        with ReceiverThread(receiver, "tcp://127.0.0.1:0", keys=CurveKeys(sp, ss, (cp,))) as thread:
+            peer = Peer(0, thread.address, keys=CurveKeys(cp, cs, (sp,)))
+            with Publisher("run", world.plan(), [peer], commit_path=tmp_path / "c.json") as publisher:
+                publisher.publish(1, world.sources(0, 1))
+        assert_serves(engine, 1)
 
     def test_a_plan_for_other_receivers(self, room: Room) -> None:
         with pytest.raises(PlanError, match=r"for receiver ranks \[0\], the publisher has peers for \[0, 1\]"):

@@ -15,7 +15,7 @@ from weftpub.errors import ChecksumError, ManifestError, PlanError, StateError, 
 from weftpub.plan import ViewSpec, cut_pieces, dtype_name
 from weftpub.receive import Receiver
 from weftpub.receive.server import answer_to
-from weftpub.transport import CopyTable, FlatTensors, InProcessSend, narrow_view, region_checksums
+from weftpub.transport import CopyTable, FlatTensors, InProcessSend, RegionTable, narrow_view
 from weftpub.version import EngineState as S
 from weftpub.wire import local_identity
 from weftpub.wire.manifest import Manifest, pack_checksums
@@ -64,7 +64,7 @@ class Driver:
             view = ViewSpec(move.name, 0, tuple(whole.shape), whole.stride(), dtype_name(whole.dtype))
             start = tuple(a + b for a, b in zip(move.send_start, piece.start, strict=True))
             self.views.append(narrow_view(view, start, piece.shape))
-        values = changes.pop("packed", None) or pack_checksums(region_checksums(self.flat, self.views, LIMIT))
+        values = changes.pop("packed", None) or pack_checksums(RegionTable(self.views).checksums(self.flat, LIMIT))
         manifest = Manifest("run", version, nonce, PLAN.digest, LIMIT, {0: values})
         fields = {
             "version": version,

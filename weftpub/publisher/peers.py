@@ -167,6 +167,7 @@ def exchange(
     for link, (kind, fields) in requests.items():
         if kind is m.Hello:
             link.renew()
+        link.forget()  # an answer to something older is not the answer to this
         deadline = Deadline(link.label, phase, seconds)
         try:
             link.post(kind, deadline, **fields)

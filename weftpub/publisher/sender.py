@@ -26,7 +26,7 @@ from weftpub.transport import (
     TransportWish,
     find_candidates,
     open_send_transport,
-    region_sha256,
+    settle,
 )
 from weftpub.wire import messages as m
 from weftpub.wire.identity import Identity
@@ -99,6 +99,7 @@ class Sender:
         index.check(sources.buffers)
         self._sources = sources
         self._tensors = FlatTensors(sources.buffers, index.buffers)
+        settle(self._tensors.devices)
         self._device = next((d for d in self._tensors.devices if d.type == "cuda"), torch.device("cpu"))
         self._version = version
         self._nbytes = self._chunks = 0
@@ -120,8 +121,7 @@ class Sender:
         """sha256 of this sender's pieces per receiver, of the bytes that the trainer computes with."""
         compiled, _, tensors = self._bound()
         _, index, lanes, _ = compiled
-        regions = index.regions
-        digests = region_sha256(tensors, regions)
+        digests = index.regions.sha256(tensors)
         return {
             str(receiver): [digests[number] for number in lane.regions.tolist()] for receiver, lane in lanes.items()
         }
@@ -159,6 +159,10 @@ class Sender:
         )
         try:
             transfer.run(routes)
+        except BaseException:
+            # The trainer may free its memory once the publish has raised: nobody may be reading it by then.
+            self._left_out([route.link for route in routes])
+            raise
         finally:
             self._reasons.update(transfer.reasons)
             self._nbytes, self._chunks = transfer.nbytes, transfer.chunks

@@ -14,7 +14,7 @@ import torch
 from weftpub.errors import PlanError
 from weftpub.plan import Plan, Shard, ViewSpec, dtype_name
 from weftpub.plan.views import listing
-from weftpub.transport import FlatTensors, region_checksums
+from weftpub.transport import FlatTensors, RegionTable
 
 __all__ = ["SourceBuffers", "SourceIndex", "as_buffers"]
 
@@ -71,6 +71,7 @@ class SourceIndex:
         _check_sources(rank, self.shards, views)
         self._regions: dict[ViewSpec, int] = {}
         self._names: dict[int, str] = {}
+        self._table: RegionTable | None = None
         self._needs: dict[str, tuple[int, str]] = {}
         for name, view in views.items():
             last = view.offset + sum((n - 1) * k for n, k in zip(view.shape, view.stride, strict=True))
@@ -85,9 +86,11 @@ class SourceIndex:
         return tuple(self._needs)
 
     @property
-    def regions(self) -> Sequence[ViewSpec]:
+    def regions(self) -> RegionTable:
         """All regions, in the order of their numbers."""
-        return tuple(self._regions)
+        if self._table is None or len(self._table) != len(self._regions):
+            self._table = RegionTable(self._regions)
+        return self._table
 
     def add(self, name: str, region: ViewSpec) -> int:
         """Number of a region. One that is a whole local tensor can take a checksum that the trainer has already."""
@@ -109,7 +112,7 @@ class SourceIndex:
             result[list(given)] = np.array(list(given.values()), dtype=np.uint64)
         missing = [number for number in range(len(regions)) if number not in given]
         if missing:
-            result[missing] = region_checksums(tensors, [regions[number] for number in missing], scratch_bytes)
+            result[missing] = regions.checksums(tensors, scratch_bytes, missing)
         return result
 
     def check(self, buffers: Mapping[str, torch.Tensor]) -> None:

@@ -2,7 +2,7 @@
 let go.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from weftpub.errors import TransportError
@@ -39,25 +39,32 @@ class StagingPool:
     def __init__(self, transports: Callable[[TransportKind], SendTransport]) -> None:
         self._transports = transports
         self._staged: list[Staged] = []
+        self._sizes: dict[TransportKind, int] = {}
 
-    def take(self, kind: TransportKind, nbytes: int, reader: PeerLink, drop: Callable[[Staged], None]) -> Staged | None:
-        """A free buffer of at least `nbytes` for `reader`, None while all are in use.
+    def prepare(self, sizes: Mapping[TransportKind, int], drop: Callable[[Staged], None]) -> None:
+        """Before a transfer: say what it needs, and free what does not fit, before anything is under way.
 
         Args:
-            drop: tells every receiver that has a buffer open to let go of it, before it is freed to make room for
-                another.
+            sizes: bytes of a buffer, for each transport that will be used. Several share the budget.
+            drop: tells every receiver that has a buffer open to let go of it.
         """
-        free = [staged for staged in self._staged if staged.reader is None]
-        for staged in free:
-            if staged.kind == kind and staged.buffer.tensor.numel() >= nbytes:
+        self._sizes = dict(sizes)
+        for staged in [staged for staged in self._staged if staged.reader is None]:
+            if staged.buffer.tensor.numel() < sizes.get(staged.kind, staged.buffer.tensor.numel() + 1):
+                drop(staged)
+                self._staged.remove(staged)
+                self._transports(staged.kind).free(staged.buffer)
+
+    def take(self, kind: TransportKind, reader: PeerLink) -> Staged | None:
+        """A free buffer for `reader`, None while none can be had."""
+        same = [staged for staged in self._staged if staged.kind == kind]
+        for staged in same:
+            if staged.reader is None:
                 staged.reader = reader
                 return staged
-        if len(self._staged) >= BUFFERS:
-            if not free:
-                return None
-            drop(free[0])
-            self._free(free[0])
-        staged = Staged(kind, self._transports(kind).allocate(nbytes), reader)
+        if len(self._staged) >= BUFFERS or len(same) >= max(1, BUFFERS // len(self._sizes)):
+            return None
+        staged = Staged(kind, self._transports(kind).allocate(self._sizes[kind]), reader)
         self._staged.append(staged)
         return staged
 
@@ -77,11 +84,11 @@ class StagingPool:
 
     def require_progress(self) -> None:
         """TransportError if no buffer can ever come back in this publish."""
-        if self._staged and all(staged.reader is not None for staged in self._staged) and len(self._staged) >= BUFFERS:
-            readers = ", ".join(sorted({staged.reader.label for staged in self._staged if staged.reader is not None}))
+        readers = sorted({staged.reader.label for staged in self._staged if staged.reader is not None})
+        if readers:
             raise TransportError(
-                f"every staging buffer is still with a receiver that failed: {readers}; end that process and publish "
-                "again"
+                f"staging buffers are still with receivers that failed: {', '.join(readers)}; end these processes and "
+                "publish again"
             )
 
     def forget(self, kind: TransportKind) -> None:
@@ -92,7 +99,3 @@ class StagingPool:
     def nbytes(self) -> int:
         """Bytes of all buffers."""
         return sum(staged.buffer.tensor.numel() for staged in self._staged)
-
-    def _free(self, staged: Staged) -> None:
-        self._staged.remove(staged)
-        self._transports(staged.kind).free(staged.buffer)

@@ -62,7 +62,7 @@ class Transfer:
         seconds: deadline of each chunk.
         failed: called when a receiver fails; raises to end the transfer, or returns the links that are to be left out
             from then on.
-        drop: see `StagingPool.take`.
+        drop: see `StagingPool.prepare`.
     """
 
     def __init__(
@@ -98,8 +98,13 @@ class Transfer:
         """Send everything; on return every receiver has copied and released all of it, or was left out."""
         progress = {route.link: self._start(route) for route in routes}
         users: dict[TransportKind, set[PeerLink]] = {r.kind: set() for r in routes}
-        for route in routes:
-            users[route.kind].add(route.link)
+        sizes: dict[TransportKind, int] = {}
+        for p in progress.values():
+            users[p.route.kind].add(p.route.link)
+            packed = [parcel.nbytes for parcel in p.parcels if parcel.pack is not None]
+            if packed:
+                sizes[p.route.kind] = max([*packed, sizes.get(p.route.kind, 0)])
+        self._pool.prepare(sizes, self._drop)
         queue = deque(progress)
         while any(not p.finished for p in progress.values()):
             posted = self._post_round(queue, progress)
@@ -149,7 +154,7 @@ class Transfer:
         if parcel.pack is None:
             offers, layout = self._offers_in_place(p.route.kind, parcel)
         else:
-            staged = self._pool.take(p.route.kind, self._buffer_size(p), link, self._drop)
+            staged = self._pool.take(p.route.kind, link)
             if staged is None:
                 return False
             parcel.pack.gather(self._tensors, [staged.buffer.tensor])
@@ -178,10 +183,6 @@ class Transfer:
         self.nbytes += parcel.nbytes
         self.chunks += 1
         return True
-
-    def _buffer_size(self, p: _Progress) -> int:
-        """One size for all chunks to a receiver, so that its buffers are opened once."""
-        return max(parcel.nbytes for parcel in p.parcels if parcel.pack is not None)
 
     def _offers_in_place(self, kind: TransportKind, parcel: Parcel) -> tuple[tuple[Offer, ...], m.ListedLayout]:
         exports = self._exports[kind]

@@ -26,8 +26,9 @@ from dataclasses import dataclass
 from weftpub.errors import StateError
 from weftpub.plan import PlanPart
 from weftpub.plan.views import listing
+from weftpub.receive.copies import CopyPlans
 from weftpub.receive.engine import EngineSide
-from weftpub.receive.reception import CopyPlans, Reception
+from weftpub.receive.reception import Reception
 from weftpub.receive.views import BoundPlan
 from weftpub.transport import ReceiveTransport, TransportKind, open_receive_transports
 from weftpub.version import EngineState, VersionState

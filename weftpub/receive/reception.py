@@ -6,76 +6,14 @@ import numpy as np
 import torch
 
 from weftpub.errors import ManifestError, StateError
-from weftpub.plan import PieceTable, PlanPart, cut_pieces
+from weftpub.receive.copies import CopyPlans
 from weftpub.receive.engine import EngineSide
-from weftpub.receive.views import BoundPlan, ReceiveViews, piece_views, require_all
-from weftpub.transport import CopyTable, ReceiveTransport, TransportKind, wait_for_devices
+from weftpub.receive.views import BoundPlan, ReceiveViews
+from weftpub.transport import ReceiveTransport, TransportKind, settle, wait_for_devices
 from weftpub.wire.manifest import leaf_hash, manifest_digest, unpack_checksums
-from weftpub.wire.messages import Begin, ChunkMessage, ListedLayout
+from weftpub.wire.messages import Begin, ChunkMessage
 
-__all__ = ["CopyPlans", "Reception"]
-
-type Indices = np.ndarray[tuple[int], np.dtype[np.int64]]
-
-_LISTED_PLANS = 64  # listed layouts that are remembered; a trainer uses the same few at every publish
-
-
-class CopyPlans:
-    """Copy tables of one plan part, compiled when first needed: layouts only, no tensor.
-
-    Args:
-        part: the plan part.
-        limit: most bytes of a chunk.
-    """
-
-    def __init__(self, part: PlanPart, limit: int) -> None:
-        self.table: PieceTable = cut_pieces(part, limit)
-        self._views = piece_views(self.table)
-        self._packed: dict[tuple[int, int], tuple[Indices, CopyTable]] = {}
-        self._listed: dict[bytes, tuple[Indices, CopyTable]] = {}
-
-    def of(self, chunk: ChunkMessage) -> tuple[Indices, CopyTable]:
-        """The pieces in a chunk and the copies that place them; ManifestError if the chunk is none of this plan's."""
-        if isinstance(chunk.layout, ListedLayout):
-            return self._of_listed(chunk.layout, len(chunk.offers))
-        key = (chunk.sender, chunk.sequence)
-        if key not in self._packed:
-            chunks = self.table.chunks.get(chunk.sender, ())
-            if chunk.sequence >= len(chunks) or len(chunk.offers) != 1:
-                raise ManifestError(
-                    f"sender rank {chunk.sender} has {len(chunks)} packed chunks for this receiver, chunk "
-                    f"{chunk.sequence} with "
-                    f"{len(chunk.offers)} offers is none of them"
-                )
-            planned = chunks[chunk.sequence]
-            copies = CopyTable.compile([self._views[i] for i in planned.pieces], planned.offsets)
-            self._packed[key] = np.array(planned.pieces, dtype=np.int64), copies
-        return self._packed[key]
-
-    def _of_listed(self, layout: ListedLayout, offers: int) -> tuple[Indices, CopyTable]:
-        key = b"|".join((layout.pieces, layout.buffers, layout.offsets))
-        if key in self._listed:
-            return self._listed[key]
-        if any(len(data) % 8 for data in (layout.pieces, layout.buffers, layout.offsets)):
-            raise ManifestError("a listed chunk's lists are 64-bit integers; do both sides run the same release?")
-        pieces, buffers, offsets = (
-            np.frombuffer(data, dtype="<i8") for data in (layout.pieces, layout.buffers, layout.offsets)
-        )
-        if not (len(pieces) == len(buffers) == len(offsets) > 0) or len(np.unique(pieces)) != len(pieces):
-            raise ManifestError(
-                "a listed chunk needs one buffer and one offset for each of its pieces, and each piece once"
-            )
-        count = len(self.table.pieces)
-        if pieces.min() < 0 or pieces.max() >= count or buffers.min() < 0 or buffers.max() >= offers:
-            raise ManifestError(
-                f"a listed chunk names pieces outside the {count} of this receiver, or buffers outside the {offers} "
-                "offered"
-            )
-        copies = CopyTable.compile([self._views[i] for i in pieces.tolist()], offsets.tolist(), buffers.tolist())
-        if len(self._listed) >= _LISTED_PLANS:
-            self._listed.clear()
-        self._listed[key] = pieces, copies
-        return self._listed[key]
+__all__ = ["Reception"]
 
 
 class Reception:
@@ -107,7 +45,8 @@ class Reception:
         self._expected = unpack_checksums(begin.checksums, len(plans.table.pieces))
         self._received = np.zeros(len(plans.table.pieces), dtype=np.bool_)
         self._next: dict[int, int] = {}
-        self._views: ReceiveViews = bound.bind(plans.table, live)
+        self._views: ReceiveViews = bound.bind(plans, live)
+        settle(self._views.devices)
 
     @property
     def pointers(self) -> Mapping[str, int]:
@@ -169,7 +108,7 @@ class Reception:
         Raises:
             ManifestError: pieces are missing. ChecksumError: bytes differ.
         """
-        require_all(self._plans.table, self._received)
+        self._plans.require_all(self._received)
         engine.post_process()
         self._views.verify(engine.live_tensors(), self._expected)
         return self._views.sha256() if sha256 else ()

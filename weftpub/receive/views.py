@@ -7,18 +7,18 @@ nothing here holds a tensor longer than one publish; what is kept between publis
 """
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 
 import numpy as np
 import torch
 
-from weftpub.errors import ChecksumError, ManifestError, PlanError
-from weftpub.plan import ParameterSpec, PieceTable, PlanPart, ViewSpec, check_views, dtype_name
+from weftpub.errors import ChecksumError, PlanError
+from weftpub.plan import ParameterSpec, PlanPart, check_views, dtype_name
 from weftpub.plan.views import listing
-from weftpub.transport.regions import CopyTable, FlatTensors, narrow_view, region_checksums, region_sha256
+from weftpub.receive.copies import CopyPlans
+from weftpub.transport import CopyTable, FlatTensors
 from weftpub.wire.description import EngineDescription, parameter_specs
 
-__all__ = ["BoundPlan", "ReceiveViews", "require_all"]
+__all__ = ["BoundPlan", "ReceiveViews"]
 
 
 class BoundPlan:
@@ -52,7 +52,7 @@ class BoundPlan:
         check_views(part.destinations, description.layout(), description.exempt)
         self.names = tuple(dict.fromkeys(destination.view.param for destination in part.destinations))
 
-    def bind(self, table: PieceTable, live: Mapping[str, torch.Tensor]) -> "ReceiveViews":
+    def bind(self, plans: CopyPlans, live: Mapping[str, torch.Tensor]) -> "ReceiveViews":
         """Views for one publish; PlanError lists the parameters whose layout is no longer the one that was checked."""
         faults = [
             f"{name} ({self.layout[name]} planned, {_layout_of(live.get(name))} now)"
@@ -64,15 +64,15 @@ class BoundPlan:
                 f"live parameters have changed since the plan was checked: {listing(faults, 4)}; describe the engine "
                 "and plan again"
             )
-        return ReceiveViews(self, table, live)
+        return ReceiveViews(self, plans, live)
 
 
 class ReceiveViews:
     """Views of one publish. Made by `BoundPlan.bind`."""
 
-    def __init__(self, bound: BoundPlan, table: PieceTable, live: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, bound: BoundPlan, plans: CopyPlans, live: Mapping[str, torch.Tensor]) -> None:
         self._bound = bound
-        self._table = table
+        self._plans = plans
         self._live = {name: live[name] for name in bound.names}
         self._flat = FlatTensors(self._live, bound.names)
 
@@ -85,11 +85,6 @@ class ReceiveViews:
     def pointers(self) -> Mapping[str, int]:
         """Address of every parameter, as of the last bind."""
         return self._flat.pointers
-
-    @cached_property
-    def pieces(self) -> tuple[ViewSpec, ...]:
-        """Where each piece lies in the parameters."""
-        return piece_views(self._table)
 
     def scatter(self, table: CopyTable, buffers: Sequence[torch.Tensor]) -> None:
         """Copy pieces from buffers into the parameters; asynchronous on CUDA."""
@@ -112,12 +107,13 @@ class ReceiveViews:
             ChecksumError: bytes differ; names the tensors.
             PlanError: post-processing gave a parameter another layout.
         """
-        self._flat = self._bound.bind(self._table, live)._flat
-        found = region_checksums(self._flat, self.pieces, self._table.limit)
+        self._flat = self._bound.bind(self._plans, live)._flat
+        found = self._plans.regions.checksums(self._flat, self._plans.table.limit)
         wrong = np.flatnonzero(found != expected)
         if len(wrong):
             names = [
-                f"{self._table.describe(int(i))} (expected {expected[i]:016x}, found {found[i]:016x})" for i in wrong
+                f"{self._plans.table.describe(int(i))} (expected {expected[i]:016x}, found {found[i]:016x})"
+                for i in wrong
             ]
             raise ChecksumError(
                 f"{len(wrong)} of {len(found)} pieces differ from what was sent: {listing(names, 4)}; publish again"
@@ -125,26 +121,7 @@ class ReceiveViews:
 
     def sha256(self) -> tuple[str, ...]:
         """sha256 of every piece as it lies in the live parameters."""
-        return tuple(region_sha256(self._flat, self.pieces))
-
-
-def piece_views(table: PieceTable) -> tuple[ViewSpec, ...]:
-    """Where each piece of a receiver's table lies in its parameters."""
-    views: list[ViewSpec] = []
-    for piece in table.pieces:
-        move = table.part.moves[piece.move]
-        view = table.part.destinations[table.part.targets[piece.move]].view
-        start = tuple(a + b for a, b in zip(move.recv_start, piece.start, strict=True))
-        views.append(narrow_view(view, start, piece.shape))
-    return tuple(views)
-
-
-def require_all(table: PieceTable, received: "np.ndarray[tuple[int], np.dtype[np.bool_]]") -> None:
-    """ManifestError that lists the pieces which have not arrived, if any."""
-    absent = np.flatnonzero(~received)
-    if len(absent):
-        names = [table.describe(int(i)) for i in absent]
-        raise ManifestError(f"{len(absent)} of {len(table.pieces)} pieces never arrived: {listing(names)}")
+        return tuple(self._plans.regions.sha256(self._flat))
 
 
 def _same_layout(spec: ParameterSpec, tensor: torch.Tensor | None) -> bool:

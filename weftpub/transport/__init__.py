@@ -4,14 +4,7 @@ from weftpub.transport.base import ReceiveTransport, SendBuffer, SendTransport, 
 from weftpub.transport.choose import TransportWish, find_candidates, open_receive_transports, open_send_transport
 from weftpub.transport.cuda_ipc import CudaIpcReceive, CudaIpcSend, export_obstacle
 from weftpub.transport.inprocess import InProcessReceive, InProcessSend
-from weftpub.transport.regions import (
-    CopyTable,
-    FlatTensors,
-    narrow_view,
-    region_checksums,
-    region_sha256,
-    wait_for_devices,
-)
+from weftpub.transport.regions import CopyTable, FlatTensors, RegionTable, narrow_view, settle, wait_for_devices
 from weftpub.transport.shared_memory import SharedMemoryReceive, SharedMemorySend, sweep_abandoned
 
 __all__ = [
@@ -22,6 +15,7 @@ __all__ = [
     "InProcessReceive",
     "InProcessSend",
     "ReceiveTransport",
+    "RegionTable",
     "SendBuffer",
     "SendTransport",
     "SharedMemoryReceive",
@@ -33,8 +27,7 @@ __all__ = [
     "narrow_view",
     "open_receive_transports",
     "open_send_transport",
-    "region_checksums",
-    "region_sha256",
+    "settle",
     "sweep_abandoned",
     "wait_for_devices",
 ]

@@ -34,6 +34,7 @@ __all__ = [
 _BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID: unique among all allocations of a process's life
 _LEGACY_IPC_CAPABLE = 10  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
 _LAZY_ENABLE_PEER_ACCESS = 1
+_BLOCK = 2 << 20
 
 type Region = tuple[int, int]  # address and bytes of a whole allocation
 
@@ -81,10 +82,14 @@ def _current(index: int) -> Generator[Any]:
 
 
 def allocate(index: int, nbytes: int) -> int:
-    """Address of `nbytes` of new memory on device `index`, an allocation of its own that any process can be shown."""
+    """Address of at least `nbytes` of new memory on device `index`, an allocation of its own that any process can be
+    shown. Rounded up to 2 MiB: smaller allocations share a block, and a handle shows the whole block."""
     pointer = ctypes.c_uint64()
     with _current(index) as driver:
-        _check(driver.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(nbytes)), f"cuMemAlloc of {nbytes} bytes")
+        _check(
+            driver.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(-(-nbytes // _BLOCK) * _BLOCK)),
+            f"cuMemAlloc of {nbytes} bytes",
+        )
     return pointer.value
 
 

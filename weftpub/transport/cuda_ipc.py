@@ -55,6 +55,7 @@ class CudaIpcSend:
         self._owner = f"{here.boot[:8]}-{here.started}-{os.getpid()}"
         self._buffers: dict[str, int] = {}
         self._handles: dict[str, bytes] = {}
+        self._exports: dict[int, tuple[tuple[int, bool], CudaIpcOffer, int]] = {}
 
     def allocate(self, nbytes: int) -> SendBuffer:
         """Allocate a packed buffer on the device."""
@@ -69,11 +70,17 @@ class CudaIpcSend:
             raise TransportError(
                 f"a tensor on {tensor.device} cannot be exported from cuda:{self._index}; it is packed instead"
             )
+        address = tensor.data_ptr()
+        known = self._exports.get(address)
+        if known is not None and known[0] == (cuda_driver.buffer_id(self._index, address), keep):
+            return known[1], known[2]
         obstacle = export_obstacle(tensor)
         if obstacle is not None:
             raise TransportError(f"memory of the trainer cannot be shown in place: {obstacle}")
-        start, size = cuda_driver.region_of(self._index, tensor.data_ptr())
-        return self._offer(start, size, keep=keep), tensor.data_ptr() - start
+        start, size = cuda_driver.region_of(self._index, address)
+        offer = self._offer(start, size, keep=keep)
+        self._exports[address] = (cuda_driver.buffer_id(self._index, address), keep), offer, address - start
+        return offer, address - start
 
     def everyone_opened(self, buffer: SendBuffer) -> None:
         """Nothing to do: a handle is not a name that others could find."""
@@ -96,6 +103,7 @@ class CudaIpcSend:
             cuda_driver.free(self._index, address)
         self._buffers.clear()
         self._handles.clear()
+        self._exports.clear()
 
     def _offer(self, address: int, nbytes: int, keep: bool) -> CudaIpcOffer:
         name = f"{self._owner}-{cuda_driver.buffer_id(self._index, address)}"

@@ -24,7 +24,7 @@ from weftpub.errors import PlanError, TransportError
 from weftpub.plan import ViewSpec, torch_dtype
 from weftpub.plan.boxes import Index
 
-__all__ = ["CopyTable", "FlatTensors", "narrow_view", "region_checksums", "region_sha256", "wait_for_devices"]
+__all__ = ["CopyTable", "FlatTensors", "RegionTable", "narrow_view", "settle", "wait_for_devices"]
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -45,6 +45,14 @@ def wait_for_devices(devices: Iterable[torch.device]) -> None:
     for device in devices:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
+
+
+def settle(devices: Iterable[torch.device]) -> None:
+    """Return when everything that anybody in this process enqueued on the devices is done: before memory is shown to
+    another process, or written for it, whoever wrote or read it last, on whatever stream."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
 
 class FlatTensors:
@@ -215,47 +223,73 @@ def _part(buffer: torch.Tensor, position: int, nbytes: int) -> torch.Tensor:
     return buffer.narrow(0, position, nbytes)
 
 
-def region_checksums(tensors: FlatTensors, views: Sequence[ViewSpec], scratch_bytes: int) -> Checksums:
-    """64-bit checksum of every view's bytes in row-major order, computed on the tensors' device.
+@dataclass(frozen=True, slots=True)
+class _Region:
+    view: ViewSpec
+    offset: int | None
+    nbytes: int
+
+
+class RegionTable:
+    """Regions of named tensors whose content is to be proven. Compiled once from layouts.
 
     Args:
-        scratch_bytes: most memory for dense copies of strided views at one time; a single larger view is copied alone.
-
-    Returns:
-        uint64, one per view.
+        views: the regions.
     """
-    result = np.zeros(len(views), dtype=np.uint64)
-    batches: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
-    used = 0
 
-    def flush() -> None:
-        for batch in batches.values():
-            sums = weftpub_kernels.checksum_many([region for _, region in batch])
-            result[[index for index, _ in batch]] = sums.cpu().numpy().view(np.uint64)
-        batches.clear()
+    def __init__(self, views: Iterable[ViewSpec]) -> None:
+        self._regions = tuple(
+            _Region(view, dense_offset(view), math.prod(view.shape) * torch_dtype(view.dtype).itemsize)
+            for view in views
+        )
 
-    for index, view in enumerate(views):
-        offset = dense_offset(view)
-        nbytes = math.prod(view.shape) * torch_dtype(view.dtype).itemsize
-        if offset is None:
-            if used and used + nbytes > scratch_bytes:
-                flush()
-                used = 0
-            used += nbytes
-            region = tensors.box(view).contiguous()
-        else:
-            region = tensors.run(view.param, offset, nbytes)
-        batches.setdefault(region.device, []).append((index, region))
-    flush()
-    return result
+    def __len__(self) -> int:
+        return len(self._regions)
+
+    def checksums(self, tensors: FlatTensors, scratch_bytes: int, only: Sequence[int] | None = None) -> Checksums:
+        """64-bit checksums of the regions' bytes in row-major order, computed on the tensors' devices.
+
+        Args:
+            scratch_bytes: most memory for dense copies of strided regions at one time; a single larger one is copied
+                alone.
+            only: numbers of the regions that are wanted; all by default.
+
+        Returns:
+            uint64, one per region that is wanted.
+        """
+        wanted = self._regions if only is None else [self._regions[number] for number in only]
+        result = np.zeros(len(wanted), dtype=np.uint64)
+        batches: dict[torch.device, tuple[list[int], list[torch.Tensor]]] = {}
+        used = 0
+        for index, region in enumerate(wanted):
+            if region.offset is None:
+                if used and used + region.nbytes > scratch_bytes:
+                    _finish(batches, result)
+                    used = 0
+                used += region.nbytes
+                dense = tensors.box(region.view).contiguous()
+            else:
+                dense = tensors.run(region.view.param, region.offset, region.nbytes)
+            indices, batch = batches.setdefault(dense.device, ([], []))
+            indices.append(index)
+            batch.append(dense)
+        _finish(batches, result)
+        return result
+
+    def sha256(self, tensors: FlatTensors) -> list[str]:
+        """sha256 of the regions' bytes in row-major order, in hex; copies each to the host, one after the other."""
+        digests: list[str] = []
+        for region in self._regions:
+            if region.offset is None:
+                dense = tensors.box(region.view).contiguous()
+            else:
+                dense = tensors.run(region.view.param, region.offset, region.nbytes)
+            digests.append(hashlib.sha256(dense.cpu().reshape(-1).view(torch.uint8).numpy()).hexdigest())
+        return digests
 
 
-def region_sha256(tensors: FlatTensors, views: Sequence[ViewSpec]) -> list[str]:
-    """sha256 of every view's bytes in row-major order, in hex; copies each to the host, one after the other."""
-    digests: list[str] = []
-    for view in views:
-        offset = dense_offset(view)
-        nbytes = math.prod(view.shape) * torch_dtype(view.dtype).itemsize
-        region = tensors.box(view).contiguous() if offset is None else tensors.run(view.param, offset, nbytes)
-        digests.append(hashlib.sha256(region.cpu().view(torch.uint8).reshape(-1).numpy()).hexdigest())
-    return digests
+def _finish(batches: dict[torch.device, tuple[list[int], list[torch.Tensor]]], result: Checksums) -> None:
+    """Compute what was collected, one launch per device."""
+    for indices, batch in batches.values():
+        result[indices] = weftpub_kernels.checksum_many(batch).cpu().numpy().view(np.uint64)
+    batches.clear()

@@ -33,21 +33,23 @@ _PREFIX = "weftpub-"
 
 def sweep_abandoned(folder: Path = FOLDER) -> list[str]:
     """Remove files of this user whose creator is gone; returns their names."""
-    removed: list[str] = []
-    for path in folder.glob(f"{_PREFIX}{os.getuid()}-*"):
-        try:
-            handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
-            removed.append(path.name)
-        except BlockingIOError:
-            pass  # its creator is alive
-        finally:
-            os.close(handle)
-    return removed
+    return [path.name for path in folder.glob(f"{_PREFIX}{os.getuid()}-*") if _remove_if_abandoned(path)]
+
+
+def _remove_if_abandoned(path: Path) -> bool:
+    """Remove a file whose creator no longer holds its lock; whether it was removed."""
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink(missing_ok=True)
+    except BlockingIOError:
+        return False  # its creator is alive, and will remove it
+    finally:
+        os.close(handle)
+    return True
 
 
 class SharedMemorySend:
@@ -196,9 +198,9 @@ class SharedMemoryReceive:
                 _unpin(tensor, self._pin)
 
     def end_publish(self) -> None:
-        """Unmap everything and remove names that are still there: the sender removes them too, unless it died."""
+        """Unmap everything, and remove names that a dead sender left."""
         for name in tuple(self._open):
-            (self._folder / name).unlink(missing_ok=True)
+            _remove_if_abandoned(self._folder / name)
         self.drop(tuple(self._open))
 
     def close(self) -> None:

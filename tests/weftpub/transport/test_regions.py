@@ -11,7 +11,7 @@ import torch
 import weftpub_kernels
 from weftpub.errors import PlanError, TransportError
 from weftpub.plan import ViewSpec, dtype_name
-from weftpub.transport import CopyTable, FlatTensors, narrow_view, region_checksums, region_sha256
+from weftpub.transport import CopyTable, FlatTensors, RegionTable, narrow_view
 from weftpub.transport.regions import bits_dtype
 
 DTYPES = [torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.bool]
@@ -107,12 +107,14 @@ def test_checksums_and_sha256_are_those_of_the_dense_bytes(scratch: int) -> None
             views.append(spec(name, part, tensor))
             dense.append(part.contiguous())
     flat = FlatTensors(tensors, tensors)
-    found = region_checksums(flat, views, scratch)
+    table = RegionTable(views)
+    found = table.checksums(flat, scratch)
     assert found.dtype == np.uint64
     assert found.tolist() == [weftpub_kernels.checksum(t) % 2**64 for t in dense]
     expected = [hashlib.sha256(t.view(torch.uint8).reshape(-1).numpy().tobytes()).hexdigest() for t in dense if t.dim()]
-    assert [d for d, t in zip(region_sha256(flat, views), dense, strict=True) if t.dim()] == expected
-    assert len(region_checksums(flat, [], scratch)) == 0
+    assert [d for d, t in zip(table.sha256(flat), dense, strict=True) if t.dim()] == expected
+    assert table.checksums(flat, scratch, [3, 1]).tolist() == found[[3, 1]].tolist()
+    assert len(RegionTable([]).checksums(flat, scratch)) == 0
 
 
 def test_boxes_of_views() -> None:

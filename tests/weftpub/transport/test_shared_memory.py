@@ -56,14 +56,15 @@ def test_the_name_goes_first_and_the_memory_with_the_last_mapping(
     assert seen.eq(7).all()
 
 
-def test_closing_either_side_removes_names(
-    sender: SharedMemorySend, receiver: SharedMemoryReceive, tmp_path: Path
-) -> None:
-    for side in (sender, receiver):
-        receiver.open(sender.allocate(100).offer)
-        assert len(list(tmp_path.iterdir())) == 1
-        side.end_publish()
-        assert list(tmp_path.iterdir()) == []
+def test_names_go_with_the_publish(sender: SharedMemorySend, receiver: SharedMemoryReceive, tmp_path: Path) -> None:
+    """A receiver that ends early leaves the name to the others; the sender removes it."""
+    offer = sender.allocate(100).offer
+    receiver.open(offer)
+    receiver.end_publish()
+    assert [path.name for path in tmp_path.iterdir()] == [offer.allocation]
+    SharedMemoryReceive(pin=False, folder=tmp_path).open(offer)
+    sender.end_publish()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_mappings_do_not_stay(sender: SharedMemorySend, receiver: SharedMemoryReceive) -> None:
@@ -128,8 +129,10 @@ def _create_and_wait(folder: str, pipe: Any) -> None:
     pipe.recv()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["next-sender", "receiver"])
 def test_files_of_a_killed_trainer_are_swept_and_those_of_a_living_one_are_not(
-    sender: SharedMemorySend, tmp_path: Path
+    sender: SharedMemorySend, receiver: SharedMemoryReceive, tmp_path: Path, by: str
 ) -> None:
     context = mp.get_context("spawn")
     here, there = context.Pipe()
@@ -137,10 +140,14 @@ def test_files_of_a_killed_trainer_are_swept_and_those_of_a_living_one_are_not(
     process.start()
     assert here.poll(60)
     theirs, mine = here.recv(), sender.allocate(100).offer.allocation
+    receiver.open(SharedMemoryOffer(allocation=theirs, nbytes=1000, keep=True, name=theirs))
     assert sweep_abandoned(tmp_path) == []
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
     process.join(30)
     assert (tmp_path / theirs).exists()
-    assert sweep_abandoned(tmp_path) == [theirs]
+    if by == "receiver":
+        receiver.end_publish()
+    else:
+        assert sweep_abandoned(tmp_path) == [theirs]
     assert [path.name for path in tmp_path.iterdir()] == [mine]
