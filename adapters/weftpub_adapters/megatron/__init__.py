@@ -3,6 +3,9 @@
 Importing this package does not import Megatron; building a model does.
 """
 
+from typing import TYPE_CHECKING, Any
+
+from weftpub_adapters.megatron.attached import AttachSettings, Prepared, prepare
 from weftpub_adapters.megatron.experts import ExpertAttachment
 from weftpub_adapters.megatron.fields import Qwen3MoeFields, read_config
 from weftpub_adapters.megatron.linear import StoreLinear, StoreMatrix
@@ -12,22 +15,39 @@ from weftpub_adapters.megatron.probe import TrainerProbe, probe_layer
 from weftpub_adapters.megatron.support import SUPPORTED_VERSIONS, require_supported
 from weftpub_adapters.megatron.trainer import MegatronTrainer, TrainerSettings, TrainerStep
 
+if TYPE_CHECKING:
+    from weftpub_adapters.megatron.attached import Attachment, attach
+
 __all__ = [
     "SUPPORTED_VERSIONS",
+    "AttachSettings",
+    "Attachment",
     "ExpertAttachment",
     "MegatronTrainer",
+    "Prepared",
     "Qwen3MoeFields",
     "StoreLinear",
     "StoreMatrix",
     "TrainerProbe",
     "TrainerSettings",
     "TrainerStep",
+    "attach",
     "build_model",
     "fill_parameters",
     "initialize_parallel",
+    "prepare",
     "probe_layer",
     "read_config",
     "read_parameters",
     "require_supported",
     "transformer_config",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Their modules subclass Megatron's optimizers, so importing them imports Megatron.
+    if name in ("Attachment", "attach"):
+        from weftpub_adapters.megatron import attached
+
+        return getattr(attached, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
