@@ -65,6 +65,30 @@ def test_seal_lists_what_is_missing_and_can_be_completed() -> None:
     assert store.generation == 0
 
 
+def test_a_write_that_failed_is_missing_even_if_its_error_was_swallowed() -> None:
+    """An exporter once logged a quantizer's error and went on, so that a stale tensor was served."""
+    store = make_store()
+    masters = make_masters(store)
+    store.begin(0)
+    write, failing = store._encoder.write, store._index[FIRST.name]
+
+    def fail(index: int, *arguments: torch.Tensor) -> None:
+        if index == failing:
+            raise RuntimeError("launch failed")
+        write(index, *arguments)
+
+    store._encoder.write = fail
+    with pytest.raises(RuntimeError, match="launch failed"):
+        store.writer()(FIRST.name, masters[FIRST.name])
+    for name, master in masters.items():
+        if name != FIRST.name:
+            store.writer()(name, master)
+    with pytest.raises(GenerationError, match=r"lacks 1 of 12 matrices: 'layers\.1\.experts\.4\.fc1'"):
+        store.seal()
+    with pytest.raises(GenerationError, match="written already"):
+        store.cancel()
+
+
 def test_a_matrix_is_written_once() -> None:
     store = make_store()
     masters = make_masters(store)

@@ -48,10 +48,10 @@ class Ledger:
             f"({int(behind.any(axis=0).sum())} matrices are behind); {remedy}"
         )
 
-    def not_at(self, part: str, generation: int) -> list[ExpertMatrix]:
-        """Matrices whose `part` is not of `generation`."""
-        indices = np.flatnonzero(self._book[PARTS.index(part)] != generation)
-        return [self._matrices[int(i)] for i in indices]
+    def behind(self, parts: Sequence[str], generation: int) -> list[ExpertMatrix]:
+        """Matrices of which some part does not carry `generation`."""
+        rows = [PARTS.index(part) for part in parts]
+        return [self._matrices[int(i)] for i in np.flatnonzero((self._book[rows] != generation).any(axis=0))]
 
     def generation(self, part: str, index: int) -> int | None:
         """What one part of one matrix carries; None for undefined bytes."""

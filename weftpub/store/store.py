@@ -172,7 +172,7 @@ class ExpertStore:
             NonFiniteError (weftpub_kernels): a master held NaN or Inf; names it. The store is torn then.
         """
         generation = self._guard.require_writing("seal")
-        missing = [m.name for m, done in zip(self.layout.matrices, self._written, strict=True) if not done]
+        missing = [matrix.name for matrix in self._ledger.behind(self._own_parts, generation)]
         if missing:
             raise GenerationError(
                 f"{self._name}: generation {generation} lacks {len(missing)} of {len(self._written)} matrices: "
