@@ -142,6 +142,6 @@ def _same(what: str, got: torch.Tensor, want: torch.Tensor) -> None:
         i, j = wrong.nonzero()[0].tolist()
         found = f"{int(wrong.sum())} of {wrong.numel()} values are wrong, the first at row {i}, column {j}"
         raise KernelSelfTestError(
-            f"{what}: {found} is {int(got[i, j])}, not {int(want[i, j])}; this GPU, driver or Triton release miscompiles "
-            "the kernel, so it may not run here"
+            f"{what}: {found} is {int(got[i, j])}, not {int(want[i, j])}; this GPU, driver or Triton release "
+            "miscompiles the kernel, so it may not run here"
         )

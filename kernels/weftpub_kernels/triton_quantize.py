@@ -55,7 +55,7 @@ _FLT_MAX = gl.constexpr(3.4028234663852886e38)
 _RECIP_448 = gl.constexpr(0.0022321429569274187)  # float32(1/448)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["s_e", "s_m", "s_n", "st_e", "st_n", "st_m", "c_e", "c_m", "c_n"])
 def quantize_tiles(
     x, w, wt, scale, scale_t, sums, record,
     base: gl.int64, weights: gl.int64, zero: gl.int32,
@@ -216,7 +216,7 @@ def _note(origin, record, base, top, left, M, N, x_m, x_n, columns):
     inside = (left + columns) < N
     for r in range(128):
         row = top + r
-        value = gl.load(origin + r * x_m.to(gl.int64) + columns * x_n, mask=inside & (row < M), other=0.0)
+        value = gl.load(origin + r.to(gl.int64) * x_m + columns * x_n, mask=inside & (row < M), other=0.0)
         value = value.to(gl.float32)
         bits = value.to(gl.int32, bitcast=True) & 0x7FFFFFFF
         kind = gl.where(bits > _INF_BITS, 0, gl.where(value > 0, 1, 2))

@@ -18,7 +18,8 @@ def first_difference(what: str, got: torch.Tensor, want: torch.Tensor) -> str:
     if not len(wrong):
         return ""
     place = tuple(wrong[0].tolist())
-    return f"{what}: {len(wrong)} of {got.numel()} differ, first at {place}: {got[place]:#x}, the peer has {want[place]:#x}"
+    found = f"{got[place]:#x}, the peer has {want[place]:#x}"
+    return f"{what}: {len(wrong)} of {got.numel()} differ, first at {place}: {found}"
 
 
 def check(preset: str, name: str, device: str) -> None:

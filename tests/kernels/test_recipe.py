@@ -23,7 +23,8 @@ APPROXIMATE = [name for name, recipe in PRESETS.items() if not recipe.ieee]
 def test_presets_are_the_documented_ones() -> None:
     assert list(PRESETS) == [
         "te_fp32", "te_pow2", "slime", "areal", "miles", "verl", "deepgemm_fp32", "deepgemm_ue8m0", "sglang_ue8m0",
-        "awex", "awex_ue8m0", "nemo_fp32", "nemo_pow2", "hf", "torchao", "slime_convert", "areal_ue8m0_bf16", "sglang_ue8m0_bf16",
+        "awex", "awex_ue8m0", "nemo_fp32", "nemo_pow2", "hf", "torchao", "slime_convert",
+        "areal_ue8m0_bf16", "sglang_ue8m0_bf16",
     ]  # fmt: skip
     assert APPROXIMATE == ["slime", "areal", "miles", "verl"]
     page = (Path(__file__).parents[2] / "docs" / "reference" / "presets.md").read_text()

@@ -8,9 +8,10 @@ from typing import Literal
 import torch
 
 from ..pair import QuantizedPair
+from ..recipe import BLOCK, Recipe
 from ..selftest import awkward_matrix
 
-__all__ = ["SHAPE_CLASSES", "ShapeClass"]
+__all__ = ["SHAPE_CLASSES", "ShapeClass", "classes_for"]
 
 Layout = Literal["contiguous", "rows", "slices", "odd", "transposed", "nested"]
 
@@ -85,3 +86,14 @@ SHAPE_CLASSES = (
     ShapeClass("strided columns, ragged batch", (2, 200, 129), "transposed"),
     ShapeClass("batch without a common step", (2, 3, 128, 256), "nested"),
 )
+
+_FOR_ALL = ("whole blocks", "ragged, odd rows", "ragged batch")
+
+
+def classes_for(recipe: Recipe) -> tuple[ShapeClass, ...]:
+    """The classes to prove a preset on: all for the default, three for the others, whose addressing is the same code.
+
+    Classes that the preset refuses are left out.
+    """
+    chosen = (c for c in SHAPE_CLASSES if recipe.name == "te_fp32" or c.name in _FOR_ALL)
+    return tuple(c for c in chosen if not (recipe.refuses_ragged and (c.shape[-2] % BLOCK or c.shape[-1] % BLOCK)))

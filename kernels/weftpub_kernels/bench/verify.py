@@ -22,7 +22,7 @@ from ..recipe import PRESETS, Recipe
 from ..reference import quantize_reference
 from .environment import describe, write
 from .golden import GOLDEN, INPUTS, load_case
-from .shapes import SHAPE_CLASSES, ShapeClass
+from .shapes import SHAPE_CLASSES, ShapeClass, classes_for
 
 __all__ = ["check_shape_class", "golden_rows", "main", "shape_rows"]
 
@@ -54,8 +54,7 @@ def shape_rows(device: str = "cuda") -> list[dict[str, Any]]:
     return [
         {"preset": recipe.name, "shape": shape.name} | check_shape_class(recipe, shape, device)
         for recipe in reversed(distinct.values())
-        for shape in SHAPE_CLASSES
-        if not (recipe.refuses_ragged and (shape.shape[-1] % 128 or shape.shape[-2] % 128))
+        for shape in classes_for(recipe)
     ]
 
 
