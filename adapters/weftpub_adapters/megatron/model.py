@@ -146,4 +146,6 @@ def build_model(fields: Qwen3MoeFields, overrides: Mapping[str, Any] | None = No
         rotary_base=fields.rope_theta,
         share_embeddings_and_output_weights=fields.tied,
     )
+    if torch.cuda.is_available():
+        model.cuda(torch.cuda.current_device())  # the local norms are torch's own, and made on the CPU
     return Float16Module(config, model) if config.bf16 else model
