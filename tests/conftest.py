@@ -5,7 +5,8 @@ import torch
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--require-gpu", action="store_true", help="fail, instead of skip, tests marked gpu without a CUDA GPU")
+    require = "fail, instead of skip, tests marked gpu without a CUDA GPU"
+    parser.addoption("--require-gpu", action="store_true", help=require)
     parser.addoption("--update-golden", action="store_true", help="rewrite the project's own golden files")
 
 

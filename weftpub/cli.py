@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -19,6 +19,9 @@ from rich.table import Table
 
 from weftpub import __version__
 from weftpub.errors import WeftpubError
+
+if TYPE_CHECKING:
+    from weftpub_kernels import Recipe
 
 __all__ = ["COMMAND_GROUP", "build_app", "installed_commands", "main", "run"]
 
@@ -110,32 +113,36 @@ def _presets(as_json: Annotated[bool, typer.Option("--json", help="Print the rec
     """List the quantizer presets: whose bytes they are, where they run, and whether they may be published."""
     from weftpub_kernels import PRESETS
 
-    rows = [
-        {
-            "name": name,
-            "source": recipe.source,
-            "input": str(recipe.input_dtype).removeprefix("torch."),
-            "amax_floor": recipe.amax_floor,
-            "cpu": recipe.ieee,
-            "publishable": recipe.publishable,
-            "note": recipe.note,
-        }
-        for name, recipe in PRESETS.items()
-    ]
     if as_json:
+        rows = [
+            {
+                "name": name,
+                "source": recipe.source,
+                "input": _dtype_name(recipe),
+                "amax_floor": recipe.amax_floor,
+                "cpu": recipe.ieee,
+                "publishable": recipe.publishable,
+                "note": recipe.note,
+            }
+            for name, recipe in PRESETS.items()
+        ]
         print(json.dumps(rows, indent=2))
         return
     table = Table(title="Quantizer presets (value = code x dequant scale, blocks of 128 x 128)")
     for heading in ("preset", "source", "input", "amax floor", "runs on", "publish", "note"):
         table.add_column(heading, overflow="fold")
-    for row in rows:
+    for name, recipe in PRESETS.items():
         table.add_row(
-            row["name"],
-            escape(row["source"]),
-            row["input"],
-            f"{row['amax_floor']:g}" if row["amax_floor"] is not None else "none",
-            "CPU, GPU" if row["cpu"] else "GPU",
-            "yes" if row["publishable"] else "no",
-            escape(row["note"]),
+            name,
+            escape(recipe.source),
+            _dtype_name(recipe),
+            f"{recipe.amax_floor:g}" if recipe.amax_floor else "none",
+            "CPU, GPU" if recipe.ieee else "GPU",
+            "yes" if recipe.publishable else "no",
+            escape(recipe.note),
         )
     Console().print(table)
+
+
+def _dtype_name(recipe: "Recipe") -> str:
+    return str(recipe.input_dtype).removeprefix("torch.")

@@ -2,12 +2,11 @@
 
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("svg")
-matplotlib.rcParams.update({"svg.hashsalt": "weftpub", "font.family": "sans-serif", "svg.fonttype": "none"})
 from matplotlib import pyplot as plt
 from matplotlib.patches import FancyBboxPatch
+
+plt.switch_backend("svg")
+plt.rcParams.update({"svg.hashsalt": "weftpub", "font.family": "sans-serif", "svg.fonttype": "none"})
 
 TRAINER, WIRE, ENGINE = "#dbe9f6", "#f3ead3", "#dff0dd"
 BOXES = [
