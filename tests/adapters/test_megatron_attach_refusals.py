@@ -201,11 +201,41 @@ class TestOnTheRealTrainer:
         with attach(ddp, opt):
             train(ddp, opt)
 
+    @pytest.mark.parametrize(
+        ("getter", "message"),
+        [
+            ("get_expert_data_parallel_world_size", "expert data parallel size is 2.*expert_model_parallel_size=2"),
+            (
+                "get_expert_tensor_parallel_world_size",
+                "expert_tensor_parallel_size is 2.*expert_tensor_parallel_size=1",
+            ),
+        ],
+    )
+    def test_replicated_and_split_experts_are_for_bf16_alone(
+        self, monkeypatch: pytest.MonkeyPatch, getter: str, message: str
+    ) -> None:
+        from attach_support import build, train
+        from megatron.core import parallel_state
+
+        from weftpub_adapters.megatron.attached import attach
+
+        for variant in ("fp8", "bf16"):
+            ddp, opt = build("muon", variant)
+            with monkeypatch.context() as patch:
+                patch.setattr(parallel_state, getter, lambda: 2)
+                if variant == "fp8":
+                    with pytest.raises(ConfigError, match=f"{message}.*variant='bf16'"):
+                        attach(ddp, opt)
+                    continue
+                attachment = attach(ddp, opt)
+            train(ddp, opt)
+            attachment.close()
+
     def test_attach_twice(self) -> None:
         from attach_support import build
 
         from weftpub_adapters.megatron.attached import attach
 
         ddp, opt = build("muon", "fp8")
-        with attach(ddp, opt), pytest.raises(ConfigError):
+        with attach(ddp, opt), pytest.raises(ConfigError, match="attached already"):
             attach(ddp, opt)
