@@ -238,8 +238,12 @@ def test_forward_and_backward_leave_the_published_bytes_alone() -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_gradient_that_is_not_finite_changes_nothing(optimizer: str) -> None:
-    """NaN went into a master and came out as a silent -448: here the step is refused before its first write."""
+@pytest.mark.parametrize("where", ["expert", "embedding"])
+def test_a_gradient_that_is_not_finite_changes_nothing(optimizer: str, where: str) -> None:
+    """NaN went into a master and came out as a silent -448: here the step is refused before its first write.
+
+    The embedding belongs to the inner optimizer that steps last with Muon: the first one must not have written either.
+    """
     from attach_support import build, gradients, train
 
     from weftpub_adapters.megatron.attached import attach
@@ -249,12 +253,18 @@ def test_a_gradient_that_is_not_finite_changes_nothing(optimizer: str) -> None:
         train(ddp, opt)
         before, masters = attachment.store.sha256(), {n: m.clone() for n, m in attachment.masters().items()}
         gradients(ddp, opt)
-        attachment.placeholders["layers.1.experts.2.fc2"].main_grad[3, 5] = float("nan")
-        with pytest.raises(NonFiniteGradientError, match=r"layers\.1\.experts\.2\.fc2.*row 3, column 5"):
+        name, parameter = {
+            "expert": (r"layers\.1\.experts\.2\.fc2", attachment.placeholders["layers.1.experts.2.fc2"]),
+            "embedding": (r"embedding\.word_embeddings", ddp.module.module.embedding.word_embeddings.weight),
+        }[where]
+        parameter.main_grad[3, 5] = float("nan")
+        with pytest.raises(NonFiniteGradientError, match=f"{name}.*row 3, column 5"):
             opt.step()
         assert attachment.generation == 1
         assert attachment.store.sha256() == before
-        assert all(torch.equal(m, masters[n]) for n, m in attachment.masters().items())
+        after = attachment.masters()
+        changed = [n for n, m in masters.items() if not torch.equal(after[n], m)]
+        assert changed == []
         train(ddp, opt)
 
 
