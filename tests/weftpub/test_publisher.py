@@ -3,6 +3,7 @@
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+import zmq
 from publish_room import Room, open_room
 from publish_world import FakeEngine, World, assert_serves
 
+import weftpub.wire.messages as m
 import weftpub_kernels
-from weftpub.channel import Deadlines
+from weftpub.channel import Deadline, Deadlines
 from weftpub.errors import (
     ChannelError,
     CheckpointError,
@@ -30,11 +33,13 @@ from weftpub.plan import Destination, ViewSpec, cut_pieces, make_plan
 from weftpub.publisher import CurveKeys, Peer, Publisher, SourceBuffers
 from weftpub.publisher.coordinator import Coordinator
 from weftpub.publisher.evidence import compare_sha256
+from weftpub.publisher.peers import PeerLink, exchange
 from weftpub.publisher.transfer import Transfer
 from weftpub.receive import Receiver, ReceiverThread
 from weftpub.receive.reception import Reception
 from weftpub.transport import CopyTable, RegionTable
 from weftpub.version import EngineState as S
+from weftpub.wire import local_identity
 
 SMALL = World(experts=2, ep=2, extra=(("model.norm.weight", (256,), torch.float32),))
 GATE = "model.layers.0.mlp.experts.0.gate_proj.weight"
@@ -555,6 +560,19 @@ class TestDriver:
         publisher.publish(2, SMALL.sources(0, 2))
         gate = room.engines[1].parameters["model.layers.0.mlp.experts.w13_weight"].data[0, :256].view(torch.uint8)
         assert torch.equal(gate, SMALL.value(GATE, 2).view(torch.uint8))
+
+    def test_a_late_answer_is_not_the_answer(self, room: Room) -> None:
+        """A reply that arrives after its request was given up was taken for the reply to the next one."""
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        link = PeerLink(room.peers[0], "run", "a" * 16, local_identity(), context)
+        hello = {"role": "coordinator", "started_ns": time.time_ns(), "identity": local_identity()}
+        link.post(m.Hello, Deadline("", "hello", 5), **hello)
+        link.post(m.Pause, Deadline("", "pause", 5))
+        replies, faults = exchange({link: (m.Describe, {})}, "describe", 5)
+        assert not faults
+        assert isinstance(replies[link], m.Described)
+        link.close()
+        context.term()
 
     def test_over_tcp_with_keys(self, tmp_path: Path) -> None:
         (sp, ss), (cp, cs) = CurveKeys.generate_pair(), CurveKeys.generate_pair()

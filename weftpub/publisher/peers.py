@@ -163,20 +163,18 @@ def exchange(
     """
     replies: dict[PeerLink, m.Reply] = {}
     faults: dict[PeerLink, WeftpubError] = {}
-    waits: dict[PeerLink, Deadline] = {}
+    waits: dict[PeerLink, tuple[int, Deadline]] = {}
     for link, (kind, fields) in requests.items():
         if kind is m.Hello:
             link.renew()
-        link.forget()  # an answer to something older is not the answer to this
         deadline = Deadline(link.label, phase, seconds)
         try:
-            link.post(kind, deadline, **fields)
-            waits[link] = deadline
+            waits[link] = link.post(kind, deadline, **fields), deadline
         except WeftpubError as error:
             faults[link] = error
     while waits:
         _take_replies(waits, replies, faults)
-        for link, deadline in list(waits.items()):
+        for link, (_, deadline) in list(waits.items()):
             try:
                 link.require_alive(deadline)
                 if deadline.passed:
@@ -189,18 +187,21 @@ def exchange(
 
 
 def _take_replies(
-    waits: dict[PeerLink, Deadline], replies: dict[PeerLink, m.Reply], faults: dict[PeerLink, WeftpubError]
+    waits: dict[PeerLink, tuple[int, Deadline]], replies: dict[PeerLink, m.Reply], faults: dict[PeerLink, WeftpubError]
 ) -> None:
     """Wait a slice of time for replies, and move whoever answered out of `waits`."""
-    wait_any([link.client for link in waits], min(_SLICE_S, *(deadline.left for deadline in waits.values())))
+    wait_any([link.client for link in waits], min(_SLICE_S, *(deadline.left for _, deadline in waits.values())))
     for link in list(waits):
         try:
             for reply in link.collect():
+                if reply.request != waits[link][0]:
+                    continue  # the late answer to something that was given up
                 if isinstance(reply, m.Failed):
                     faults[link] = link.error_of(reply)
                 else:
                     replies[link] = reply
-                waits.pop(link, None)
+                del waits[link]
+                break
         except WeftpubError as error:
             link.forget()
             faults[link] = error

@@ -67,6 +67,13 @@ def test_names_go_with_the_publish(sender: SharedMemorySend, receiver: SharedMem
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_freed_buffer_is_gone(sender: SharedMemorySend, tmp_path: Path) -> None:
+    first, second = sender.allocate(100), sender.allocate(100)
+    sender.free(first)
+    sender.free(first)
+    assert [path.name for path in tmp_path.iterdir()] == [second.offer.allocation]
+
+
 def test_mappings_do_not_stay(sender: SharedMemorySend, receiver: SharedMemoryReceive) -> None:
     """Handles leaked gigabytes a step. Names in this process's memory map are counted."""
     before = mappings()
