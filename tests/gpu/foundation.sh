@@ -7,7 +7,7 @@
 # for its rows. OUT gets one JSON or log per section and summary.txt; the exit status is 1 if any section failed.
 # `python tests/gpu/foundation_page.py OUT docs/results/PAGE.md` makes the dated results page of it.
 set -u
-cd "$(dirname "$0")/../.."
+cd "$(dirname "$0")/../.." || exit 1
 out=${1:?folder for the results}; shift
 mkdir -p "$out"
 out=$(cd "$out" && pwd)

@@ -1,4 +1,7 @@
-"""Turn the results of foundation.sh into a dated page: `python tests/gpu/foundation_page.py RESULTS docs/results/PAGE.md`."""
+"""Turn the results of foundation.sh into a dated page.
+
+python tests/gpu/foundation_page.py RESULTS docs/results/PAGE.md
+"""
 
 import json
 import sys
@@ -35,7 +38,7 @@ def bytes_section(verify: dict[str, Any]) -> list[str]:
     lines = [
         "## Bytes",
         "",
-        "Each preset against the bytes of its peer's own code: W, W^T, scale and transposed scale.",
+        "Each preset against the bytes of its peer's own code: W, W^T, both scales.",
         "",
     ]
     lines += ["| preset | inputs |", "|---|---|"]
@@ -50,8 +53,9 @@ def speed_section(quantize: dict[str, Any]) -> list[str]:
     names = [name for name in LABELS if any(name in row["us"] for row in quantize["rows"])]
     lines = ["", "## Quantizer speed", ""]
     lines += [
-        "FP32 in; W, W^T, both scales, the non-finite check and the checksum's tile sums out: 6 bytes per element, as in the device copy "
-        "beside it. Results are checked before they are timed. Microseconds (TB/s); medians.",
+        "FP32 in; W, W^T, both scales, the non-finite check and the checksum's tile sums out: 6 bytes per "
+        us, rate = row["us"], row["tb_s"]
+        cells = [f"{us[name]:.1f} ({rate[name]:.2f})" if name in us else "" for name in names]
         "",
         "| experts x M x N | " + " | ".join(LABELS[name] for name in names) + " | share of the copy |",
         "|---" * (len(names) + 2) + "|",
@@ -68,7 +72,8 @@ def staging_section(staging: dict[str, Any]) -> list[str]:
     shape = "x".join(map(str, staging["shape"]))
     lines = ["", "## Staging", ""]
     lines += [
-        f"A whole optimizer step over {staging['matrices']} matrices of {shape}, masters and state up and down through the slots. "
+        f"A whole optimizer step over {staging['matrices']} matrices of {shape}, masters and state up and down through "
+        "the slots. "
         f"Pinned copies of the same run, GB/s: {ceilings}.",
         "",
         "| optimizer | slots | ms per step | GB/s | share of the duplex copy |",
@@ -93,9 +98,8 @@ def demo_section(folder: Path) -> list[str]:
             "|---|---|---|---|---|",
         ]
         for step in report["steps"]:
-            lines.append(
-                f"| {step['step']} | {step['loss']:.4f} | {step['changed']:.1%} | {step['publish_ms']:.1f} | {step['version']} |"
-            )
+            cells = (step["step"], f"{step['loss']:.4f}", f"{step['changed']:.1%}", f"{step['publish_ms']:.1f}")
+            lines.append(f"| {' | '.join(map(str, cells))} | {step['version']} |")
         lines.append("")
     return lines
 
@@ -108,7 +112,8 @@ def main(folder: Path, page: Path) -> None:
     lines = [
         f"# {where['gpu']}, {where['date']}",
         "",
-        f"Driver {where['driver']}, torch {where['torch']}, CUDA {where['cuda']}, triton {where['triton']}, commit {where['commit']}. "
+        f"Driver {where['driver']}, torch {where['torch']}, CUDA {where['cuda']}, triton {where['triton']}, "
+        f"commit {where['commit']}. "
         "One run of `tests/gpu/foundation.sh`; anyone with such a GPU can repeat it.",
         "",
         *[f"- {line}" for line in summary],

@@ -682,12 +682,17 @@ def section_training(report: Report, shape: Shape, out: Path, steps: int, optimi
             f"training/seed {seed}: fp8 within 1% of bf16 over the last 20 steps", abs(ratio) < 0.01, f"{ratio:+.3%}"
         )
     report.data["training"] = {"optimizer": optimizer, "curves": curves, "last20": last, "changed_share": changed}
-    picture(curves, changed, out / "megatron_adapter.png")
+    picture(report.data["training"], out / "megatron_adapter.png")
 
 
-def picture(curves: dict[str, list[list[float]]], changed: list[list[float]], path: Path) -> None:
-    import matplotlib
-
+def picture(training: dict[str, Any], path: Path) -> None:
+    """Loss curves and changed bytes; a machine without matplotlib leaves it to `--draw` elsewhere."""
+    curves, changed = training["curves"], training["changed_share"]
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        print(f"no matplotlib here: draw {path.name} from the JSON with --draw", flush=True)
+        return
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -724,7 +729,12 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--optimizer", choices=["adam", "muon"], default="adam", help="of the training section")
     parser.add_argument("--tiny", action="store_true", help="small sizes everywhere, to check this script")
+    parser.add_argument("--draw", action="store_true", help="only draw the picture, from OUT/megatron_adapter.json")
     arguments = parser.parse_args()
+    if arguments.draw:
+        data = json.loads((arguments.out / "megatron_adapter.json").read_text(encoding="utf-8"))
+        picture(data["training"], arguments.out / "megatron_adapter.png")
+        return 0
     arguments.out.mkdir(parents=True, exist_ok=True)
     from weftpub_adapters.megatron import initialize_parallel
 
