@@ -47,13 +47,29 @@ class StagingPool:
         Args:
             sizes: bytes of a buffer, for each transport that will be used. Several share the budget.
             drop: tells every receiver that has a buffer open to let go of it.
+
+        Raises:
+            TransportError: more transports than buffers.
         """
+        if len(sizes) > BUFFERS:
+            raise TransportError(
+                f"{len(sizes)} transports in one publish share {BUFFERS} buffers; name one: {', '.join(sizes)}"
+            )
         self._sizes = dict(sizes)
-        for staged in [staged for staged in self._staged if staged.reader is None]:
-            if staged.buffer.tensor.numel() < sizes.get(staged.kind, staged.buffer.tensor.numel() + 1):
+        kept: dict[TransportKind, int] = {}
+        for staged in list(self._staged):
+            kept[staged.kind] = kept.get(staged.kind, 0) + 1
+            fits = kept[staged.kind] <= self._quota and staged.buffer.tensor.numel() >= sizes.get(staged.kind, 1 << 62)
+            if staged.reader is None and not fits:
                 drop(staged)
                 self._staged.remove(staged)
                 self._transports(staged.kind).free(staged.buffer)
+                kept[staged.kind] -= 1
+
+    @property
+    def _quota(self) -> int:
+        """Buffers that one transport may have."""
+        return BUFFERS // max(1, len(self._sizes))
 
     def take(self, kind: TransportKind, reader: PeerLink) -> Staged | None:
         """A free buffer for `reader`, None while none can be had."""
@@ -62,7 +78,7 @@ class StagingPool:
             if staged.reader is None:
                 staged.reader = reader
                 return staged
-        if len(self._staged) >= BUFFERS or len(same) >= max(1, BUFFERS // len(self._sizes)):
+        if len(self._staged) >= BUFFERS or len(same) >= self._quota:
             return None
         staged = Staged(kind, self._transports(kind).allocate(self._sizes[kind]), reader)
         self._staged.append(staged)
