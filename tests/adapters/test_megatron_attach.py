@@ -66,13 +66,13 @@ def test_closing_leaves_bf16_weights_and_fp32_masters(optimizer: str, variant: s
     from attach_support import build, parameters, train
 
     from weftpub_adapters.megatron.attached import attach
-    from weftpub_adapters.megatron.attached.attachment import _items
+    from weftpub_adapters.megatron.attached.published import expert_items
 
     ddp, opt = build(optimizer, variant)
     attachment = attach(ddp, opt)
     train(ddp, opt)
     masters = {name: master.clone() for name, master in attachment.masters().items()}
-    items = {item.matrix.name: item.parameter for item in _items(attachment.layers)}
+    items = {item.matrix.name: item.parameter for item in expert_items(attachment.layers)}
     attachment.close()
     for name, parameter in items.items():
         assert torch.equal(parameter, masters[name].bfloat16()), name

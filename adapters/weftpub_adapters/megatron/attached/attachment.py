@@ -15,7 +15,7 @@ them; the generation is sealed. Gradient norm, clipping, decay and schedules are
 tensors.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from weftpub.canonical import FAMILIES, CanonicalTensor
+from weftpub.canonical import CanonicalTensor
 from weftpub.errors import ConfigError, NonFiniteGradientError, StateError
 from weftpub.optim import StepReport, gradient_norms
 from weftpub.staging import SlotPool, StagingPipeline, Writer
@@ -37,21 +37,17 @@ from weftpub_adapters.megatron.attached.forward import ExpertForward, connect_ex
 from weftpub_adapters.megatron.attached.marks import set_mark
 from weftpub_adapters.megatron.attached.offload import OffloadTags
 from weftpub_adapters.megatron.attached.prepare import Prepared, prepared_of, set_own_buffer
+from weftpub_adapters.megatron.attached.published import (
+    PublishedTensor,
+    bf16_canonical,
+    expert_items,
+    make_store,
+)
 from weftpub_adapters.megatron.attached.refusals import check_optimizer_config, check_parallel, check_wrapper_config
-from weftpub_adapters.megatron.attached.selection import ExpertLayer, ExpertParameter, chunks_of
+from weftpub_adapters.megatron.attached.selection import ExpertLayer, chunks_of
 from weftpub_adapters.megatron.attached.variants import AttachSettings
 
-__all__ = ["Attachment", "PublishedTensor", "StepSummary", "attach"]
-
-
-@dataclass(frozen=True)
-class PublishedTensor:
-    """One published expert tensor: canonical name, dtype, shape and role, without its bytes."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    role: str
+__all__ = ["Attachment", "StepSummary", "attach"]
 
 
 @dataclass(frozen=True)
@@ -103,10 +99,12 @@ def attach(ddp_model: Any, optimizer: Any, *, prepared: Prepared | None = None) 
     check_parallel(prepared.layers, settings)
     bindings = bind(optimizer)
     memory = (
-        ExpertMemory(ddps, [item.parameter for item in _items(prepared.layers)]) if settings.variant == "fp8" else None
+        ExpertMemory(ddps, [item.parameter for item in expert_items(prepared.layers)])
+        if settings.variant == "fp8"
+        else None
     )
     attachment = Attachment(
-        prepared, ddps, optimizer, bindings, memory, _make_store(prepared) if memory is not None else None
+        prepared, ddps, optimizer, bindings, memory, make_store(prepared) if memory is not None else None
     )
     attachment.open()
     return attachment
@@ -142,7 +140,7 @@ class Attachment(OffloadTags, Checkpointing):
         self._open = False
         self._generation = -1
         super().__init__(
-            ParameterMemory(ddps, [item.parameter for item in _items(self.layers)] if memory is not None else [])
+            ParameterMemory(ddps, [item.parameter for item in expert_items(self.layers)] if memory is not None else [])
         )
 
     # What it is.
@@ -170,14 +168,15 @@ class Attachment(OffloadTags, Checkpointing):
         if self._memory is not None:
             return self._memory.nbytes
         storages = {
-            item.parameter.untyped_storage()._cdata: item.parameter.untyped_storage() for item in _items(self.layers)
+            item.parameter.untyped_storage()._cdata: item.parameter.untyped_storage()
+            for item in expert_items(self.layers)
         }
         return sum(storage.nbytes() for storage in storages.values())
 
     @property
     def placeholders(self) -> dict[str, torch.nn.Parameter]:
         """Expert matrix name to its registered parameter."""
-        return {item.matrix.name: item.parameter for item in _items(self.layers)}
+        return {item.matrix.name: item.parameter for item in expert_items(self.layers)}
 
     def masters(self) -> dict[str, torch.Tensor]:
         """Parameter or expert matrix name to its FP32 master in host memory: a view, or a joined copy for one kept in
@@ -190,12 +189,14 @@ class Attachment(OffloadTags, Checkpointing):
         self._require_open("metadata")
         if self.store is not None:
             return [PublishedTensor(e.name, e.dtype, e.shape, e.role) for e in self.store.entries()]
-        return [PublishedTensor(c.name, c.tensor.dtype, tuple(c.tensor.shape), c.role) for c in self._bf16_canonical()]
+        return [
+            PublishedTensor(c.name, c.tensor.dtype, tuple(c.tensor.shape), c.role) for c in bf16_canonical(self.layers)
+        ]
 
     def canonical(self) -> Iterator[CanonicalTensor]:
         """Canonical expert tensors of the sealed generation as views; hold `reading` while they are used."""
         self._require_open("canonical")
-        return self.store.canonical() if self.store is not None else self._bf16_canonical()
+        return self.store.canonical() if self.store is not None else bf16_canonical(self.layers)
 
     @contextmanager
     def reading(self, purpose: str = "reader", timeout: float | None = None) -> Iterator[int]:
@@ -379,7 +380,7 @@ class Attachment(OffloadTags, Checkpointing):
     @property
     def device(self) -> torch.device:
         """Where the parameters live."""
-        return next(iter(_items(self.layers))).parameter.device
+        return next(iter(expert_items(self.layers))).parameter.device
 
     def open_slots(self) -> None:
         """Allocate the staging slots and join them with the masters.
@@ -453,45 +454,8 @@ class Attachment(OffloadTags, Checkpointing):
                 torch.cuda.synchronize(self.device)
             self._memory.free()
 
-    def _bf16_canonical(self) -> Iterator[CanonicalTensor]:
-        family = FAMILIES["Qwen3MoeForCausalLM"]
-        for item in _items(self.layers):
-            weight = item.parameter.detach()
-            for part in family.parts[item.matrix.projection]:
-                rows = family.rows(item.matrix, part, weight.shape[0])
-                yield CanonicalTensor(family.name(item.matrix, part, "weight"), weight[rows], "weight")
-
     def _require_open(self, action: str) -> None:
         if not self._open:
             raise StateError(
                 f"{action}: this attachment is not open (variant {self.variant!r}); prepare and attach a model"
             )
-
-
-def _items(layers: tuple[ExpertLayer, ...]) -> Iterator[ExpertParameter]:
-    for layer in layers:
-        yield from layer.parameters
-
-
-def _make_store(prepared: Prepared) -> ExpertStore:
-    shapes: Mapping[str, torch.Size] = {
-        item.matrix.projection: item.parameter.shape for item in _items(prepared.layers)
-    }
-    hidden, intermediate = shapes["fc2"]
-    for item in _items(prepared.layers):
-        if item.parameter.shape != shapes[item.matrix.projection]:
-            raise ConfigError(
-                f"{item.matrix.name} is {list(item.parameter.shape)}, others are "
-                f"{list(shapes[item.matrix.projection])}; experts must be alike"
-            )
-    return ExpertStore(
-        [layer.layer for layer in prepared.layers],
-        prepared.layers[0].experts,
-        hidden,
-        intermediate,
-        preset=prepared.settings.preset,
-        device=next(iter(_items(prepared.layers))).parameter.device,
-        measure_change=prepared.settings.measure_change,
-        lease_timeout=prepared.settings.lease_timeout,
-        name="attached experts",
-    )
