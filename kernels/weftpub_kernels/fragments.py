@@ -19,7 +19,7 @@ import torch
 
 from .checksum import power
 
-__all__ = ["SUM_ASM", "SUM_CONSTRAINTS", "THREADS", "sum_weights"]
+__all__ = ["LOAD_ASM", "LOAD_CONSTRAINTS", "SUM_ASM", "SUM_CONSTRAINTS", "THREADS", "sum_weights"]
 
 THREADS = 256
 _LIMB_WORDS = 32 * 4
@@ -42,29 +42,35 @@ def sum_weights(columns: int) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([limbs.reshape(-1).view(np.int64), places.view(np.int64)]))
 
 
+LOAD_ASM = f"""
+{{
+.reg .b32 thread, lane;
+.reg .b64 at;
+mov.u32 thread, %tid.x;
+and.b32 lane, thread, 31;
+mad.wide.u32 at, lane, 16, $16;
+ld.global.v4.b32 {{$0, $1, $2, $3}}, [at];
+mad.wide.u32 at, thread, 8, $16;
+ld.global.v2.b32 {{$4, $5}}, [at + {4 * _LIMB_WORDS}];
+}}
+"""
+"""$0..$3: a thread's limbs, $4 and $5: the halves of its place; $16: the address of the weights. Ten more outputs are
+unused."""
+
+LOAD_CONSTRAINTS = ",".join(["=r"] * 16 + ["l"] * 16)
+
+
 def _sum_asm() -> str:
-    """$0: this thread's part of the sum; $16..$31: its words, four rows each, four words per column; $32: the
-    weights."""
-    lines = [
-        "{",
-        ".reg .b32 thread, lane, limb<4>;",
-        ".reg .b32 part<8>;",
-        ".reg .b64 at, place, column<4>;",
-        "mov.u32 thread, %tid.x;",
-        "and.b32 lane, thread, 31;",
-        "mad.wide.u32 at, lane, 16, $32;",
-        "ld.global.nc.v4.b32 {limb0, limb1, limb2, limb3}, [at];",
-        "mad.wide.u32 at, thread, 8, $32;",
-        f"ld.global.nc.b64 place, [at + {4 * _LIMB_WORDS}];",
-    ]
+    """$0: this thread's part of the sum; $16..$31: its words, four rows each, four words per column; $32..$37:
+    LOAD_ASM's."""
+    limbs = ("{$32, $33}", "{$34, $35}")
+    lines = ["{", ".reg .b32 part<8>;", ".reg .b64 place, column<4>;", "mov.b64 place, {$36, $37};"]
     for half in range(2):
         first, second = 16 + 8 * half, 20 + 8 * half
         parts = "{" + ", ".join(f"part{4 * half + i}" for i in range(4)) + "}"
-        zeros = "{0, 0, 0, 0}"
-        lines += [
-            f"{_MMA} {parts}, {{${first}, ${second}, ${first + 1}, ${second + 1}}}, {{limb0, limb1}}, {zeros};",
-            f"{_MMA} {parts}, {{${first + 2}, ${second + 2}, ${first + 3}, ${second + 3}}}, {{limb2, limb3}}, {parts};",
-        ]
+        for pair, start in enumerate(("{0, 0, 0, 0}", parts)):
+            words = f"{{${first + 2 * pair}, ${second + 2 * pair}, ${first + 2 * pair + 1}, ${second + 2 * pair + 1}}}"
+            lines.append(f"{_MMA} {parts}, {words}, {limbs[pair]}, {start};")
     for column in range(4):
         lines += [
             f"mad.lo.u32 part{2 * column}, part{2 * column + 1}, 256, part{2 * column};",
@@ -75,4 +81,4 @@ def _sum_asm() -> str:
 
 
 SUM_ASM = _sum_asm()
-SUM_CONSTRAINTS = ",".join(["=l"] * 16 + ["r"] * 16 + ["l"] * 16)
+SUM_CONSTRAINTS = ",".join(["=l"] * 16 + ["r"] * 32)

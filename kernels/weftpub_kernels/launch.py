@@ -24,7 +24,7 @@ from .pair import QuantizedPair, grid_of, span
 from .recipe import BLOCK, Recipe
 from .triton_quantize import COLUMNS_FIRST, NUM_WARPS, ROWS_FIRST, quantize_tiles
 
-__all__ = ["Variant", "idle_monitor", "launch"]
+__all__ = ["Variant", "batch_strides", "compile_kernel", "idle_monitor", "launch"]
 
 _MAX_PLANS = 4096
 _LOW = 1 << 40  # a tensor without storage has the address of its offset, which is below this
@@ -148,26 +148,17 @@ def _prepare(
 
 def _plan(x: torch.Tensor, out: QuantizedPair, variant: Variant) -> _Plan | None:
     """The plan of one launch over all matrices, or None when the leading dimensions do not run along one stride."""
-    buffers = [x, out.w, out.wt, out.scale, out.scale_t]
-    strides: list[int] = []
-    for tensor in [*buffers, out.scale if out.sums is None else out.sums]:
-        step = _batch_stride(tensor)
-        if step is None:
-            return None
-        strides += [step, *tensor.stride()[-2:]]
+    strides = batch_strides(x, out)
+    if strides is None:
+        return None
     count, (rows, columns), (mb, nb) = math.prod(x.shape[:-2]), x.shape[-2:], grid_of(x.shape)
     if count >= 1 << 16 or mb >= 1 << 16:
-        raise ShapeError(
-            f"{list(x.shape)} has {count} matrices of {mb} rows of blocks, one launch takes 65535; split it"
-        )
-    wide = any(BLOCK * abs(a) + BLOCK * abs(b) >= 1 << 31 for a, b in (t.stride()[-2:] for t in buffers[:3]))
+        found = f"{list(x.shape)} has {count} matrices of {mb} rows of blocks"
+        raise ShapeError(f"{found}, one launch takes 65535 of each; split it")
+    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    lean = 2 * processors < count * mb * nb <= 3 * processors
     weights = _weights(columns, x.device) if variant.sums else None
-    constants = (
-        0 if weights is None else weights.data_ptr(), 0, rows, columns, *strides, *variant.operators,
-        variant.even, variant.check, variant.sums, wide, COLUMNS_FIRST, ROWS_FIRST,
-    )  # fmt: skip
-    pointers = [_Pointer(t.dtype, variant.aligned) for t in buffers] + [_Pointer(torch.int64, True)] * 2
-    compiled = quantize_tiles.warmup(*pointers, 0, *constants, grid=(1,), **_options(variant, wide))
+    compiled, constants = compile_kernel(x, out, strides, variant, lean, weights)
     return _Plan(
         compiled.run,
         (nb, mb, count),
@@ -180,10 +171,40 @@ def _plan(x: torch.Tensor, out: QuantizedPair, variant: Variant) -> _Plan | None
     )
 
 
-def _options(variant: Variant, wide: bool) -> dict[str, int]:
-    """Three programs per multiprocessor where 80 registers hold them without spilling."""
-    lean = variant.even and variant.aligned and not wide and "divide" not in variant.operators
-    return {"num_warps": NUM_WARPS, "maxnreg": 80} if lean else {"num_warps": NUM_WARPS}
+def compile_kernel(
+    x: torch.Tensor,
+    out: QuantizedPair,
+    strides: Sequence[int],
+    variant: Variant,
+    lean: bool,
+    weights: torch.Tensor | None,
+) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel for tensors of this layout, and its arguments after the buffers and the monitor's base.
+
+    ``lean`` holds it to 80 registers, so that three programs share a multiprocessor rather than two. That pays where
+    it saves a second wave; elsewhere the registers are worth more.
+    """
+    wide = any(BLOCK * abs(a) + BLOCK * abs(b) >= 1 << 31 for a, b in (t.stride()[-2:] for t in (x, out.w, out.wt)))
+    address = 0 if weights is None else weights.data_ptr()
+    switches = (variant.even, variant.check, variant.sums, wide)
+    constants = (address, 0, *x.shape[-2:], *strides, *variant.operators, *switches, COLUMNS_FIRST, ROWS_FIRST)
+    dtypes = (x.dtype, out.w.dtype, out.wt.dtype, torch.float32, torch.float32, torch.int64, torch.int64)
+    buffers = [_Pointer(dtype, variant.aligned) for dtype in dtypes]
+    options = {"maxnreg": 80} if lean and variant.even and "divide" not in variant.operators else {}
+    compiled = quantize_tiles.warmup(*buffers, 0, *constants, grid=(1,), num_warps=NUM_WARPS, **options)
+    return compiled, constants
+
+
+def batch_strides(x: torch.Tensor, out: QuantizedPair) -> list[int] | None:
+    """Batch, row and column strides of x, w, wt, scale, scale_t and sums, or None where some batch has no one
+    stride."""
+    strides: list[int] = []
+    for tensor in (x, out.w, out.wt, out.scale, out.scale_t, out.scale if out.sums is None else out.sums):
+        step = _batch_stride(tensor)
+        if step is None:
+            return None
+        strides += [step, *tensor.stride()[-2:]]
+    return strides
 
 
 def _launch_slices(

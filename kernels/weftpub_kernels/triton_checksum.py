@@ -17,14 +17,14 @@ from triton.experimental.gluon import language as gl
 from .checksum import MULTIPLIER, power, powers
 from .errors import ShapeError
 
-__all__ = ["sums_on_device", "upload"]
+__all__ = ["WARPS", "places", "sum_chunks", "sums_on_device", "upload", "work"]
 
-_WARPS = 4
+WARPS = 4
 _ROWS = 512  # 16-byte words of one step: four per thread, so that four loads are under way
 _STEP = gl.constexpr(16 * _ROWS)
 _CHUNK = gl.constexpr(1 << 16)
 _SIDE = gl.constexpr(1024)  # chunk = high * _SIDE + low, for the two tables of places
-_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 4], [32, 1], [_WARPS, 1], [1, 0]))
+_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0]))
 _FLAT = gl.constexpr(gl.SliceLayout(1, _LAYOUT.value))
 
 _A = [pow(MULTIPLIER, k, 1 << 64) for k in range(16)]
@@ -34,7 +34,7 @@ _FOLD = gl.constexpr(power(16 * _ROWS))
 
 
 @gluon.jit
-def _sum_chunks(table, owner, first_chunk, weights, low_places, high_places, undo, result):
+def sum_chunks(table, owner, first_chunk, weights, low_places, high_places, undo, result):
     """Add one chunk's part of h to ``result`` of its tensor; ``owner`` gives the tensor, ``first_chunk`` where its
     chunks start."""
     program = gl.program_id(0)
@@ -111,20 +111,26 @@ def _sum_word(value):
 
 def sums_on_device(addresses: np.ndarray, counts: np.ndarray, device: torch.device) -> torch.Tensor:
     """int64 [n] on the GPU: h of ``counts[i]`` bytes at each ``addresses[i]``; one launch, on the current stream."""
-    chunks = np.where(counts > 0, -(-((addresses & 15) + counts) // _CHUNK.value), 0)
-    first = np.concatenate(([0], np.cumsum(chunks)))
-    largest, limit = int(chunks.max()), _SIDE.value**2
-    if largest > limit or first[-1] >= 1 << 31:
-        found = f"{int(counts.max())} bytes in one tensor, {int(counts.sum())} in all"
-        raise ShapeError(f"{found}; one checksum takes {limit * _CHUNK.value}, one call {_CHUNK.value << 31}")
+    *tables, programs = work(addresses, counts)
     with torch.cuda.device(device):
         result = torch.zeros(len(counts), dtype=torch.int64, device=device)
-        if first[-1]:
-            owner = np.repeat(np.arange(len(counts), dtype=np.int32), chunks)
-            table = np.stack([addresses, counts], axis=1).reshape(-1)
-            arguments = [upload(part, device) for part in (table, owner, first[:-1].astype(np.int32))]
-            _sum_chunks[(int(first[-1]),)](*arguments, *_places(device), result, num_warps=_WARPS)
+        if programs:
+            arguments = [upload(table, device) for table in tables]
+            sum_chunks[(programs,)](*arguments, *places(device), result, num_warps=WARPS)
     return result
+
+
+def work(addresses: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+    """The kernel's table, the tensor of each chunk, the first chunk of each tensor, and how many programs that
+    makes."""
+    chunks = np.where(counts > 0, -(-((addresses & 15) + counts) // _CHUNK.value), 0)
+    first = np.concatenate(([0], np.cumsum(chunks)))
+    limit = _SIDE.value**2
+    if chunks.max() > limit or first[-1] >= 1 << 31:
+        found = f"{int(counts.max())} bytes in one tensor, {int(counts.sum())} in all"
+        raise ShapeError(f"{found}; one checksum takes {limit * _CHUNK.value}, one call {_CHUNK.value << 31}")
+    owner = np.repeat(np.arange(len(counts), dtype=np.int32), chunks)
+    return np.stack([addresses, counts], axis=1).reshape(-1), owner, first[:-1].astype(np.int32), int(first[-1])
 
 
 def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -135,7 +141,7 @@ def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=64)
-def _places(device: torch.device) -> tuple[torch.Tensor, ...]:
+def places(device: torch.device) -> tuple[torch.Tensor, ...]:
     """Weights of a step's words, A^(64 KiB * low), A^(64 MiB * high), and A^-head."""
     undo = torch.tensor([power(-head) for head in range(16)], dtype=torch.int64)
     tables = powers(_ROWS, 16), powers(_SIDE.value, _CHUNK.value), powers(_SIDE.value, _CHUNK.value * _SIDE.value), undo

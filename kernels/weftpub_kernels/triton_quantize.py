@@ -3,24 +3,26 @@
 One program per 128x128 block, all matrices of a batch in one launch. It is written in Gluon, Triton's own language
 with explicit layouts: each thread holds 16 rows x 4 columns, so it packs 4 neighbouring codes of a row into a word
 for W, turns 4x4 bytes at a time by byte permutes, and has 16 neighbouring codes of a column for W^T. No value changes
-thread. With 80 registers three programs share a multiprocessor, which the short launches of single matrices need.
+thread.
 
-Beware of the conversion. ptxas 12.8, which Triton 3.6 ships, merges ``cvt.e4m3x2`` into packed words and, where a
-converted pair is also used by itself, mistakes one for the other: half of the bytes are wrong without a sign. Plain
-Triton runs into this with ``tl.trans`` of an 8-bit tile (37% of W^T wrong on sm_90), and a checksum of the codes does
-it too. ``_codes`` therefore makes whole words only, and xors them with a zero that the compiler cannot know, so that
-no later use sees the conversion. selftest.py runs every compiled variant against plain torch before it is used.
+Beware of the conversion. ptxas 12.8, which Triton 3.6 ships, merges ``cvt.e4m3x2`` into packed words, and goes wrong
+where a converted pair has a second use: it then fills the word's other half with an unrelated register, without a
+sign. Plain Triton runs into this with ``tl.trans`` of an 8-bit tile (37% of W^T wrong on sm_90), a checksum of the
+codes does, and so does a word of two equal constants. ``_codes`` therefore makes whole words only, and xors them with
+a zero that the compiler cannot know, so that no later use sees the conversion. selftest.py runs every compiled
+variant against plain torch before it is used.
 
 The recipe's operators are constexprs, so every preset is this kernel. ``gl.div_rn`` is the IEEE division; a plain
 ``/`` is ``div.full.f32``, Triton's approximate one, and stands only where the recipe asks for it.
 """
 
-# ruff: noqa: SIM102, SIM108 (constexpr conditions choose code at compile time, so they stand in statements of their own)
+# ruff: noqa: SIM102, SIM108 (constexpr conditions choose code at compile time, so they stand in statements of their
+# own)
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language import PropagateNan
 
-from .fragments import SUM_ASM, SUM_CONSTRAINTS, THREADS
+from .fragments import LOAD_ASM, LOAD_CONSTRAINTS, SUM_ASM, SUM_CONSTRAINTS, THREADS
 
 __all__ = ["COLUMNS_FIRST", "NUM_WARPS", "ROWS_FIRST", "quantize_tiles"]
 
@@ -46,6 +48,8 @@ ROWS_FIRST = gl.DistributedLinearLayout(
     shape=[128, 128],
 )
 
+_LOAD_ASM = gl.constexpr(LOAD_ASM)
+_LOAD_CONSTRAINTS = gl.constexpr(LOAD_CONSTRAINTS)
 _SUM_ASM = gl.constexpr(SUM_ASM)
 _SUM_CONSTRAINTS = gl.constexpr(SUM_CONSTRAINTS)
 _ALL_NAN = gl.constexpr(PropagateNan.ALL)
@@ -77,6 +81,8 @@ def quantize_tiles(
     top = mb * 128
     left = nb * 128
     rows, columns = _indices(LAYOUT, WIDE)
+    if SUMS:  # asked for now, so that they are there when the codes are
+        fragments = _load_weights(weights, LAYOUT_T)
     origin = x + (e * x_e + top * x_m + left * x_n)
     at = origin + rows[:, None] * x_m + columns[None, :] * x_n
     if EVEN:
@@ -95,7 +101,7 @@ def quantize_tiles(
     else:
         scaled = tile * m
 
-    codes = _codes(scaled, zero)
+    codes = _codes(scaled, zero, EVEN)
     at = w + (e * w_e + top * w_m + left * w_n) + rows[:, None] * w_m + columns[None, :] * w_n
     if EVEN:
         gl.store(at, codes.to(gl.float8e4nv, bitcast=True))
@@ -114,7 +120,7 @@ def quantize_tiles(
     gl.store(scale + (e * s_e + mb * s_m + nb * s_n), s)
     gl.store(scale_t + (e * st_e + nb * st_n + mb * st_m), s)
     if SUMS:
-        gl.store(sums + (e * c_e + mb * c_m + nb * c_n), _tile_sum(turned, weights))
+        gl.store(sums + (e * c_e + mb * c_m + nb * c_n), _tile_sum(turned, fragments))
     if CHECK:
         if finite == 0:
             _note(origin, record, base + e * M * N, top, left, M, N, x_m, x_n, columns)
@@ -137,26 +143,52 @@ def _larger_or_nan(a, b):
 
 
 @gluon.jit
-def _codes(scaled, zero):
+def _codes(scaled, zero, EVEN: gl.constexpr):
     """float32 -> e4m3 codes as uint8 in COLUMNS_FIRST registers, four neighbours of a row to a word that hides its
-    making."""
-    return gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b16 low, high;
-        .reg .b32 word;
-        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
-        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
-        mov.b32 word, {low, high};
-        xor.b32 $0, word, $5;
-        }
-        """,
-        "=r,f,f,f,f,r,r,r,r",
-        [scaled, gl.full_like(scaled, 0, dtype=gl.int32) + zero],
-        dtype=gl.uint8,
-        is_pure=True,
-        pack=4,
-    )
+    making.
+
+    In a ragged tile the masked values may all be one constant to the compiler, and so two pairs of a word one pair
+    with two uses: there each pair is hidden before it is packed.
+    """
+    hidden = gl.full_like(scaled, 0, dtype=gl.int32) + zero
+    if EVEN:
+        codes = gl.inline_asm_elementwise(
+            """
+            {
+            .reg .b16 low, high;
+            .reg .b32 word;
+            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+            mov.b32 word, {low, high};
+            xor.b32 $0, word, $5;
+            }
+            """,
+            "=r,f,f,f,f,r,r,r,r",
+            [scaled, hidden],
+            dtype=gl.uint8,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        codes = gl.inline_asm_elementwise(
+            """
+            {
+            .reg .b16 low, high, zero, none;
+            mov.b32 {zero, none}, $5;
+            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+            xor.b16 low, low, zero;
+            xor.b16 high, high, zero;
+            mov.b32 $0, {low, high};
+            }
+            """,
+            "=r,f,f,f,f,r,r,r,r",
+            [scaled, hidden],
+            dtype=gl.uint8,
+            is_pure=True,
+            pack=4,
+        )
+    return codes
 
 
 @gluon.jit
@@ -189,12 +221,21 @@ def _turn(codes, LAYOUT_T: gl.constexpr):
 
 
 @gluon.jit
-def _tile_sum(turned, weights):
+def _load_weights(weights, LAYOUT_T: gl.constexpr):
+    """int32 [32, 128], 16 per thread: six of them hold the thread's fragments of fragments.sum_weights, at that
+    address."""
+    address = _first_of_four(gl.full([128, 128], 0, gl.int64, LAYOUT_T), 32, 128) + weights
+    return gl.inline_asm_elementwise(_LOAD_ASM, _LOAD_CONSTRAINTS, [address], dtype=gl.int32, is_pure=False, pack=16)
+
+
+@gluon.jit
+def _tile_sum(turned, fragments):
     """int64: sum of byte * A^(place in the tile) of uint8 codes in ROWS_FIRST registers; fragments.py says how."""
     word = gl.inline_asm_elementwise("mov.b32 $0, $4;", "=r,=r,=r,=r,r", [turned], dtype=gl.int32, is_pure=True, pack=4)
     word = _first_of_four(word, 32, 128)  # the asm left four rows in one word, and three words without meaning
-    address = gl.full_like(word, 0, dtype=gl.int64) + weights
-    part = gl.inline_asm_elementwise(_SUM_ASM, _SUM_CONSTRAINTS, [word, address], dtype=gl.int64, is_pure=True, pack=16)
+    part = gl.inline_asm_elementwise(
+        _SUM_ASM, _SUM_CONSTRAINTS, [word, fragments], dtype=gl.int64, is_pure=True, pack=16
+    )
     part = _first_of_four(part, 8, 128)  # as above: one of the sixteen results of a thread counts
     part, _ = gl.split(gl.reshape(part, [8, 32, 2, 2]))
     part, _ = gl.split(part)

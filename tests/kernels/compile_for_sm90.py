@@ -1,20 +1,32 @@
-"""Run by test_compiled_code.py in a process of its own: compile the kernel for sm_90 without a GPU, and report as
-JSON."""
+"""Run by test_compiled_code.py in a process of its own: compiles the kernels for sm_90 without a GPU.
+
+It looks at the machine code, plays the PTX on the CPU, and reports both as JSON.
+"""
 
 import json
 import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import triton
+from ptx_machine import PtxMachine
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from weftpub_kernels import PRESETS, QuantizedPair, launch
-from weftpub_kernels.launch import Variant
+from weftpub_kernels import PRESETS, NonFiniteError, NonFiniteMonitor, QuantizedPair, Recipe
+from weftpub_kernels import triton_checksum as checksums
+from weftpub_kernels.bench.shapes import SHAPE_CLASSES
+from weftpub_kernels.checksum import _sum_of_bytes
+from weftpub_kernels.fragments import sum_weights
+from weftpub_kernels.launch import Variant, batch_strides, compile_kernel
+from weftpub_kernels.pair import grid_of
+from weftpub_kernels.reference import quantize_reference
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -32,51 +44,92 @@ class CompileOnly:
         return 0
 
 
-def compile_variant(preset: str, shape: tuple[int, int], aligned: bool) -> dict[str, object]:
+@dataclass
+class Quantizer:
+    """The compiled kernel for tensors of one layout, played on the CPU."""
+
+    recipe: Recipe
+    x: torch.Tensor
+    out: QuantizedPair
+    lean: bool
+
+    def __post_init__(self) -> None:
+        x, out = self.x, self.out
+        even = x.shape[-2] % 128 == 0 and x.shape[-1] % 128 == 0
+        aligned = (x.data_ptr() | out.w.data_ptr() | out.wt.data_ptr()) & 15 == 0
+        variant = Variant(x.dtype, self.recipe.operators, even, True, True, aligned)
+        self.weights = sum_weights(x.shape[-1])
+        strides = batch_strides(x, out)
+        assert strides is not None
+        self.compiled, self.constants = compile_kernel(x, out, strides, variant, self.lean, self.weights)
+        self.machine = PtxMachine(self.compiled.asm["ptx"])
+
+    def play(self, monitor: NonFiniteMonitor) -> None:
+        buffers = [self.x, *self.out.present().values(), monitor.record]
+        arguments = (*(t.data_ptr() for t in buffers), monitor.note(self.x.shape), *self.constants)
+        kinds = self.compiled.src.signature.values()
+        given = [value for value, kind in zip(arguments, kinds, strict=True) if kind != "constexpr"]
+        mb, nb = grid_of(self.x.shape)
+        for program in np.ndindex(int(np.prod(self.x.shape[:-2])), mb, nb):
+            self.machine.run(program[::-1], given, [*buffers, self.weights])
+
+
+def report(preset: str, shape_class: str, lean: bool) -> dict[str, Any]:
     recipe = PRESETS[preset]
-    x, out = torch.empty(shape, dtype=recipe.input_dtype), QuantizedPair.empty(shape, "cpu", sums=True)
-    kept = {}
-    honest = launch.quantize_tiles.warmup
+    shape = next(c for c in SHAPE_CLASSES if c.name == shape_class)
+    kernel = Quantizer(recipe, shape.input(recipe.input_dtype, "cpu"), shape.output("cpu"), lean)
+    return machine_code(kernel.compiled) | {"differ": differences(kernel), "non_finite": non_finite(kernel)}
 
-    def keep(*arguments: object, **options: object) -> object:
-        kept["kernel"] = honest(*arguments, **options)
 
-        class NotLoaded:
-            run = function = packed_metadata = None
+def differences(kernel: Quantizer) -> dict[str, int]:
+    """Values of each buffer that are not the reference's."""
+    monitor = NonFiniteMonitor("cpu")
+    kernel.play(monitor)
+    monitor.raise_if_set()
+    want = QuantizedPair.empty(kernel.x.shape, "cpu", sums=True)
+    quantize_reference(kernel.x, want, kernel.recipe)
+    kinds = {1: torch.uint8, 4: torch.int32, 8: torch.int64}
+    return {
+        name: int((got.contiguous().view(kind) != want.present()[name].view(kind)).sum())
+        for name, got in kernel.out.present().items()
+        for kind in [kinds[got.element_size()]]
+    }
 
-        return NotLoaded
 
-    launch.quantize_tiles.warmup = keep
+def non_finite(kernel: Quantizer) -> bool:
+    """The last element turned Inf is found where it is, and its block is void."""
+    place = tuple(size - 1 for size in kernel.x.shape)
+    monitor = NonFiniteMonitor("cpu")
+    kernel.x[place] = -torch.inf
+    kernel.play(monitor)
     try:
-        even = shape[0] % 128 == 0 and shape[1] % 128 == 0
-        launch._plan(x, out, Variant(x.dtype, recipe.operators, even, True, True, aligned))
-    finally:
-        launch.quantize_tiles.warmup = honest
-    kernel = kept["kernel"]
+        monitor.raise_if_set()
+    except NonFiniteError as error:
+        found = (error.row, error.column, error.value) == (*place[-2:], -torch.inf)
+        return found and bool(kernel.out.scale.reshape(-1)[-1].isnan()) and bool(kernel.out.w[place].float().isnan())
+    return False
+
+
+def machine_code(kernel: Any) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         usage = _ask("cuobjdump", "-res-usage", file.name)
         code = _ask("nvdisasm", "-c", file.name)
-    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found, usage
-    registers, stack, local = map(int, found.groups())
     ptx = kernel.asm["ptx"]
     return {
-        "preset": preset,
-        "registers": registers,
-        "stack": stack,
-        "local": local,
+        "registers": int(found[1]),
+        "stack": int(found[2]),
         "flushes_subnormals": ".ftz" in ptx,
         "approximate_division": "div.full" in ptx,
         "wrong_merges": wrong_merges(code),
-        "conversions": code.count("F2FP.SATFINITE.E4M3"),
     }
 
 
 def wrong_merges(code: str) -> int:
-    """Conversions that merge with a register holding no freshly converted pair: what ptxas 12.8 does when it mixes
-    them up."""
+    """Conversions that merge with a register holding no freshly converted pair: ptxas 12.8 at its worst."""
     last: dict[str, str] = {}
     wrong = 0
     for line in code.splitlines():
@@ -93,11 +146,27 @@ def wrong_merges(code: str) -> int:
     return wrong
 
 
+def report_checksum(cuts: list[tuple[int, int]]) -> list[bool]:
+    """For each range of one buffer: the checksum kernel's sum is the reference's."""
+    memory = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 300_000, dtype=np.uint8))
+    addresses = np.array([memory.data_ptr() + start for start, _ in cuts])
+    counts = np.array([stop - start for start, stop in cuts])
+    table, owner, first, programs = checksums.work(addresses, counts)
+    tensors = [torch.from_numpy(part) for part in (table, owner, first)]
+    tensors += [*checksums.places(torch.device("cpu")), torch.zeros(len(cuts), dtype=torch.int64)]
+    kernel = checksums.sum_chunks.warmup(*tensors, grid=(1,), num_warps=checksums.WARPS)
+    machine = PtxMachine(kernel.asm["ptx"], 32 * checksums.WARPS)
+    for program in range(programs):
+        machine.run((program, 0, 0), [t.data_ptr() for t in tensors], [*tensors, memory])
+    return [int(h) == _sum_of_bytes(memory[start:stop]) for h, (start, stop) in zip(tensors[-1], cuts, strict=True)]
+
+
 def _ask(tool: str, *arguments: str) -> str:
     return subprocess.run([TOOLS / tool, *arguments], capture_output=True, text=True, check=True).stdout
 
 
 if __name__ == "__main__":
     driver.set_active(CompileOnly())
-    cases = [tuple(case) for case in json.loads(sys.argv[1])]
-    print(json.dumps([compile_variant(preset, tuple(shape), aligned) for preset, shape, aligned in cases]))
+    cases = json.loads(sys.argv[1])
+    quantizers = [report(*case) for case in cases["quantizers"]]
+    print(json.dumps({"quantizers": quantizers, "checksums": report_checksum([tuple(c) for c in cases["checksums"]])}))

@@ -239,14 +239,3 @@ def test_checksum_of_more_than_two_to_the_32_bytes() -> None:
         np.array([address, address, address + cut]), np.array([count, cut, count - cut]), data.device
     ).tolist()
     assert (sums[1] + sums[2] * power(cut) - sums[0]) % (1 << 64) == 0
-
-
-@pytest.mark.multigpu
-def test_a_tensor_on_another_gpu_than_the_current_one() -> None:
-    x = torch.randn(256, 256, device="cuda:1")
-    out = QuantizedPair.empty(x.shape, "cuda:1", sums=True)
-    quantize_pair(x, out=out)
-    assert out.sums is not None
-    assert torch.cuda.current_device() == 0
-    assert equal_bytes(out.w.cpu(), quantize_pair(x.cpu()).w)
-    assert checksum(out.w) == int(checksum_rows_from_sums(out.sums, x.shape))

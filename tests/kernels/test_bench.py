@@ -1,0 +1,43 @@
+"""The measuring programs, as far as they go without a GPU."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from weftpub_kernels.bench import environment, quantize, verify
+
+
+def test_the_specs_are_those_of_the_targets() -> None:
+    assert [spec.name for spec in quantize.LAYERS] == ["32x2048x3072", "32x3072x1024", "64x1024x2048"]
+    assert [spec.name for spec in quantize.MATRICES] == ["1x1024x2048", "1x2048x3072", "1x7168x4096", "1x16384x8192"]
+    assert quantize.LAYERS[0].bytes == 6 * 32 * 2048 * 3072
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        quantize.LAYERS[0].rows = 1  # type: ignore[misc]
+
+
+def test_the_torch_contender_makes_our_bytes() -> None:
+    """What is timed against must compute the same, or the comparison is void."""
+    x = torch.randn(2, 256, 384)
+    out = quantize.QuantizedPair.empty(x.shape, "cpu", sums=True)
+    quantize.quantize_into(x, out)
+    quantize._check(x, out)
+    out.wt.view(torch.uint8)[1, 5, 6] ^= 1
+    with pytest.raises(AssertionError, match=r"W\^T of \[2, 256, 384\] is wrong"):
+        quantize._check(x, out)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU they would run")
+@pytest.mark.parametrize("program", [quantize, verify])
+def test_without_a_gpu_they_say_so(program: object, capsys: pytest.CaptureFixture[str]) -> None:
+    assert program.main([]) == 2  # type: ignore[attr-defined]
+    assert "no CUDA GPU" in capsys.readouterr().err
+
+
+def test_results_are_written_as_json(tmp_path: Path) -> None:
+    environment.write(tmp_path / "out.json", {"rows": [1]})
+    environment.write(None, {})
+    assert json.loads((tmp_path / "out.json").read_text()) == {"rows": [1]}
+    assert environment._ask("no-such-program") == "unknown"
