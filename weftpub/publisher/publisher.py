@@ -200,9 +200,9 @@ class Publisher:
         if self._closed:
             return
         self._closed = True
-        if self._group.rank == 0:
-            told = [link for link in self._links.values() if link.greeted and not link.ended]
-            exchange({link: (m.Bye, {}) for link in told}, "bye", min(5.0, self._deadlines.hello))
+        # Every rank says goodbye before it frees its buffers: receivers may have them mapped.
+        told = [link for link in self._links.values() if link.greeted and not link.ended]
+        exchange({link: (m.Bye, {}) for link in told}, "bye", min(5.0, self._deadlines.hello))
         self._sender.close()
         for link in self._links.values():
             link.close()
