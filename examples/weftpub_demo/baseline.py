@@ -110,6 +110,7 @@ class BaselineJob:
             changed=changed,
             sha256=combined_sha256(digests),
             nbytes=sum(tensor.nbytes for tensor in tensors.values()),
+            transport="files",
         )
 
     def probe(self, layer: int, tokens: torch.Tensor) -> TrainerProbe:

@@ -30,6 +30,7 @@ class Published:
         changed: share of the published expert bytes that differ from the version before.
         sha256: digest over the names and digests of all published tensors.
         nbytes: bytes moved.
+        transport: what carried them.
     """
 
     ms: float
@@ -37,6 +38,7 @@ class Published:
     changed: float
     sha256: str
     nbytes: int
+    transport: str
 
 
 class Job(Protocol):

@@ -85,7 +85,14 @@ class PublishedJob:
         self._book.passed("checksum", report.pieces)
         self._require_own(report.sha256)
         phases = {"sources": made} | {name: spent for name, spent in report.ms.items() if name != "total"}
-        return Published(ms, phases, seal.changed_share, combined_sha256(report.sha256), report.nbytes)
+        return Published(
+            ms=ms,
+            phases_ms=phases,
+            changed=seal.changed_share,
+            sha256=combined_sha256(report.sha256),
+            nbytes=report.nbytes,
+            transport=", ".join(sorted(set(report.transports.values()))),
+        )
 
     def probe(self, layer: int, tokens: torch.Tensor) -> TrainerProbe:
         """Megatron's own MoE layer over the store; also looks at the layer's W^T."""

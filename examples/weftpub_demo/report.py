@@ -27,6 +27,7 @@ class StepRecord(_Plain):
     update_ms: float = Field(ge=0, description="optimizer step, quantization into the store included")
     phases_ms: dict[str, float] = Field(description="publish time by phase")
     bytes: int = Field(ge=0, description="bytes moved to the receivers")
+    transport: str = Field(description="what carried them: cuda_ipc, shared_memory, or files")
 
 
 class Check(_Plain):

@@ -119,6 +119,7 @@ def _steps(record: _Record, progress: Progress, stack: ExitStack) -> None:
         phase("start-up")
         progress.phase("loading the checkpoint into Megatron-core, and SGLang's layers into two receivers")
         cpu_megatron.install()
+        stack.callback(_leave_process_group)
         job = _job(record, model, receivers, progress, stack)
         for step in range(1, config.steps + 1):
             phase(f"step {step}")
@@ -155,6 +156,7 @@ def _steps(record: _Record, progress: Progress, stack: ExitStack) -> None:
                     update_ms=(updated - trained) * 1e3,
                     phases_ms=dict(published.phases_ms),
                     bytes=published.nbytes,
+                    transport=published.transport,
                 )
             )
             progress.step(record.steps[-1])
@@ -169,6 +171,12 @@ def _job(record: _Record, model: Path, receivers: Receivers, progress: Progress,
     from weftpub_demo.published import PublishedJob
 
     return PublishedJob(record.config, model, receivers, record.book, record.run_id, progress, stack)
+
+
+def _leave_process_group() -> None:
+    # Megatron made it; left open, NCCL complains after the last line.
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def _device(wanted: Device) -> str:

@@ -120,6 +120,7 @@ def test_progress_shows_phases_and_steps(terminal: bool) -> None:
         update_ms=1,
         phases_ms={},
         bytes=1,
+        transport="files",
     )
     with Progress("fp8, muon", 8, console) as progress:
         progress.phase("planning")

@@ -20,6 +20,7 @@ STEP = StepRecord(
     update_ms=50.0,
     phases_ms={"send": 8.0, "verify": 4.0},
     bytes=1024,
+    transport="shared_memory",
 )
 
 

@@ -31,6 +31,7 @@ def test_fp8_with_muon(tmp_path: Path) -> None:
     assert [step.version for step in report.steps] == list(range(1, STEPS + 1))
     assert report.steps[-1].loss < report.steps[0].loss - 1.0
     assert all(0.05 < step.changed <= 1.0 for step in report.steps)
+    assert {step.transport for step in report.steps} == {"shared_memory"}
     assert len({step.sha256 for step in report.steps}) == STEPS
     passed = {check.name: check.passed for check in report.checks}
     assert set(passed) == set(MEANINGS)
