@@ -4,7 +4,7 @@ import torch
 
 from .errors import DtypeError, ShapeError
 from .nonfinite import NonFiniteMonitor
-from .pair import QuantizedPair, overlaps
+from .pair import QuantizedPair, has_storage, overlaps
 from .recipe import Recipe
 from .reference import require_cpu_exact
 
@@ -14,6 +14,10 @@ __all__ = ["check_arguments", "check_input", "check_monitor"]
 def check_input(x: torch.Tensor, recipe: Recipe) -> None:
     """Raise unless ``x`` is a matrix, or a batch of them, that the recipe takes: DtypeError, ShapeError,
     ApproximateOnCpuError."""
+    if not isinstance(x, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise DtypeError(f"a torch.Tensor is needed, found {type(x).__name__}; pass the FP32 master itself")
+    if x.layout is not torch.strided:
+        raise ShapeError(f"a dense matrix is needed, found layout {x.layout}; call to_dense() first")
     if x.dtype != recipe.input_dtype:
         bf16 = recipe.input_dtype == torch.bfloat16
         hint = "convert the matrix" if bf16 else "pass the FP32 master, since rounding it first changes the bytes"
@@ -21,6 +25,8 @@ def check_input(x: torch.Tensor, recipe: Recipe) -> None:
     if x.ndim < 2 or x.numel() == 0:
         raise ShapeError(f"matrices [..., M, N] that are not empty are needed, found {list(x.shape)}")
     recipe.check_shape(*x.shape[-2:])
+    if not has_storage(x):
+        raise ShapeError(f"x {list(x.shape)} has no storage behind it (it is offloaded); reload it before quantizing")
     if x.device.type == "cpu":
         require_cpu_exact(recipe)
     elif x.device.type != "cuda":

@@ -27,8 +27,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from .errors import ShapeError
-from .pair import grid_of
+from .errors import DtypeError, ShapeError
+from .pair import grid_of, has_storage
 from .recipe import BLOCK
 
 __all__ = [
@@ -49,6 +49,7 @@ either."""
 
 _LENGTH = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
+_LOW = 1 << 40  # a tensor without storage has the address of its offset, which is below this
 _ROW = 1 << 16  # bytes per step of the torch reference
 _STEP = 16  # rows of that many bytes held as int64 at a time: 8 MiB
 
@@ -87,18 +88,20 @@ def checksum_many(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """int64 [n] on the tensors' device: the checksum of the bytes of each of n contiguous tensors.
 
     On a GPU one launch reads them all, and nothing waits for it. Raises ShapeError when a tensor is not contiguous or
-    the tensors are on several devices.
+    its memory is released, or the tensors are on several devices.
     """
     if not tensors:
         return torch.empty(0, dtype=torch.int64)
     device = tensors[0].device
     if not all(t.is_contiguous() for t in tensors) or len({t.get_device() for t in tensors}) > 1:
         _refuse(tensors)
+    addresses = np.array([t.data_ptr() for t in tensors], dtype=np.int64)
+    if (addresses < _LOW).any():
+        _refuse_released(tensors)
     counts = np.array([t.numel() * t.element_size() for t in tensors], dtype=np.int64)
     if device.type == "cuda":
         from .triton_checksum import sums_on_device, upload
 
-        addresses = np.array([t.data_ptr() for t in tensors], dtype=np.int64)
         return finish(sums_on_device(addresses, counts, device), upload(counts, device))
     sums = [_sum_of_bytes(t.reshape(-1).view(torch.uint8)) for t in tensors]
     return finish(torch.tensor(sums, dtype=torch.int64), torch.from_numpy(counts))
@@ -113,6 +116,12 @@ def _refuse(tensors: Sequence[torch.Tensor]) -> None:
             raise ShapeError(f"tensor {i} is on {tensor.device}, tensor 0 on {tensors[0].device}; call once per device")
 
 
+def _refuse_released(tensors: Sequence[torch.Tensor]) -> None:
+    for i, tensor in enumerate(tensors):
+        if not has_storage(tensor):
+            raise ShapeError(f"tensor {i} {list(tensor.shape)} has no storage behind it (it is offloaded); reload it")
+
+
 def checksum_rows_from_sums(
     sums: torch.Tensor, shape: torch.Size | tuple[int, ...], start: int = 0, stop: int | None = None
 ) -> torch.Tensor:
@@ -120,8 +129,11 @@ def checksum_rows_from_sums(
     tile sums.
 
     ``sums [..., MB, NB]`` is QuantizedPair.sums and ``shape`` the shape of W; ``start`` and ``stop`` are multiples of
-    128, or the last row. Equals ``checksum(w[..., start:stop, :].contiguous())`` of each matrix. Raises ShapeError.
+    128, or the last row. Equals ``checksum(w[..., start:stop, :].contiguous())`` of each matrix. Raises ShapeError,
+    DtypeError.
     """
+    if sums.dtype != torch.int64 or len(shape) < 2:
+        raise DtypeError(f"tile sums are int64, for W [..., M, N]; found {sums.dtype} for W {list(shape)}")
     rows, columns = shape[-2:]
     stop = rows if stop is None else stop
     if tuple(sums.shape) != (*shape[:-2], *grid_of(shape)):

@@ -12,7 +12,7 @@ import torch
 from .checks import check_arguments, check_input, check_monitor
 from .errors import DtypeError, ShapeError
 from .nonfinite import NonFiniteMonitor
-from .pair import QuantizedPair, grid_of
+from .pair import QuantizedPair, grid_of, has_storage
 from .recipe import BLOCK, Recipe, get_recipe
 from .reference import quantize_reference
 
@@ -89,6 +89,12 @@ def dequantize(w: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.
     if w.ndim < 2 or tuple(scale.shape) != (*w.shape[:-2], *grid_of(w.shape)):
         wanted = [*w.shape[:-2], *grid_of(w.shape)] if w.ndim >= 2 else "[..., MB, NB]"
         raise ShapeError(f"scale must be {wanted} for codes {list(w.shape)}, found {list(scale.shape)}")
+    for name, tensor in (("codes", w), ("scales", scale)):
+        if tensor.device != w.device or not has_storage(tensor):
+            raise ShapeError(
+                f"{name} {list(tensor.shape)} on {tensor.device} must be on {w.device} with storage behind them; "
+                "reload what is offloaded, and keep codes and scales on one device"
+            )
     rows, columns = w.shape[-2:]
     wide = scale.repeat_interleave(BLOCK, -1)[..., :columns]
     value = w.to(torch.float32)

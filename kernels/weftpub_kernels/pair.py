@@ -6,6 +6,7 @@ float32, and, where the checksum is wanted, ``sums [..., MB, NB]`` in int64: the
 checksum.py).
 """
 
+import itertools
 import math
 from dataclasses import dataclass, field
 from typing import Self
@@ -16,7 +17,7 @@ import torch
 from .errors import DtypeError, ShapeError
 from .recipe import BLOCK
 
-__all__ = ["QuantizedPair", "grid_of", "overlaps", "span"]
+__all__ = ["QuantizedPair", "grid_of", "has_storage", "overlaps", "span"]
 
 _TYPES = {
     "w": torch.float8_e4m3fn,
@@ -26,6 +27,7 @@ _TYPES = {
     "sums": torch.int64,
 }
 _layouts: dict[tuple[object, ...], int] = {}
+_numbers = itertools.count()  # drawn, not counted from _layouts: two threads must never give two layouts one number
 
 
 def grid_of(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
@@ -51,6 +53,12 @@ def span(tensor: torch.Tensor) -> int:
     """Bytes from the tensor's first element to the end of its last one."""
     steps = sum(step * (size - 1) for step, size in zip(tensor.stride(), tensor.shape, strict=True))
     return (steps + 1) * tensor.element_size()
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's storage reaches as far as its elements do: False for memory that was released or cut."""
+    reach = tensor.storage_offset() * tensor.element_size() + span(tensor)
+    return tensor.numel() == 0 or reach <= tensor.untyped_storage().nbytes()
 
 
 def _ghost(tensor: torch.Tensor) -> np.ndarray:
@@ -124,7 +132,7 @@ class QuantizedPair:
                     f"{name} with strides {tensor.stride()} has elements at one address; give it memory of its own"
                 )
         strides = tuple(tensor if tensor is None else tensor.stride() for tensor in self._buffers())
-        object.__setattr__(self, "layout", _layouts.setdefault((self.w.device, shape, strides), len(_layouts)))
+        object.__setattr__(self, "layout", _layouts.setdefault((self.w.device, shape, strides), next(_numbers)))
         names = list(present)
         for i, first in enumerate(names):
             for second in names[i + 1 :]:
@@ -156,6 +164,10 @@ class QuantizedPair:
 
     def _buffers(self) -> tuple[torch.Tensor | None, ...]:
         return self.w, self.wt, self.scale, self.scale_t, self.sums
+
+    def __reduce__(self) -> tuple[type[Self], tuple[torch.Tensor | None, ...]]:
+        # Made anew where it is read: `layout` is a number of this process, and means another layout in every other.
+        return type(self), self._buffers()
 
     def __getitem__(self, index: int | slice) -> Self:
         """The pair of one matrix, or of some, of a batch (views)."""

@@ -116,6 +116,7 @@ def fp8_codes(x: torch.Tensor, m: torch.Tensor, s: torch.Tensor, recipe: Recipe)
     return codes.reshape(mb * BLOCK, nb * BLOCK)[: x.shape[0], : x.shape[1]]
 
 
+@torch.no_grad()
 def quantize_reference(x: torch.Tensor, out: QuantizedPair, recipe: Recipe) -> None:
     """Write W, W^T, scales and, where wanted, tile sums of ``x [..., M, N]`` on its device. Nothing is checked."""
     codes, turned = out.w.view(torch.uint8), out.wt.view(torch.uint8)

@@ -6,7 +6,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weftpub_kernels import QuantizedPair, ShapeError, checksum, checksum_many, checksum_rows_from_sums, quantize_pair
+from weftpub_kernels import (
+    DtypeError,
+    QuantizedPair,
+    ShapeError,
+    checksum,
+    checksum_many,
+    checksum_rows_from_sums,
+    quantize_pair,
+)
 from weftpub_kernels.checksum import MULTIPLIER, finish, power, powers, tile_sums
 
 MASK = (1 << 64) - 1
@@ -164,3 +172,16 @@ def test_row_ranges_must_be_blocks() -> None:
             checksum_rows_from_sums(sums, (300, 256), start, stop)
     with pytest.raises(ShapeError, match=r"must be \[3, 2\]"):
         checksum_rows_from_sums(sums.t(), (300, 256))
+
+
+def test_released_memory_has_no_checksum() -> None:
+    """The memory of an offloaded store was summed: address 0 went to the kernel, whose fault ends a CUDA process."""
+    gone = torch.ones(4, 4)
+    gone.untyped_storage().resize_(0)
+    with pytest.raises(ShapeError, match=r"tensor 1 .* offloaded"):
+        checksum_many([torch.ones(2), gone, torch.empty(0)])
+
+
+def test_tile_sums_of_another_dtype_are_refused() -> None:
+    with pytest.raises(DtypeError, match=r"int64.*int32"):
+        checksum_rows_from_sums(torch.zeros(2, 2, dtype=torch.int32), (256, 256))

@@ -1,8 +1,13 @@
 """Bad input is refused with a clear error before anything is written; out= buffers may be views of bigger ones."""
 
+import copy
+import io
+import threading
+
 import pytest
 import torch
 
+import weftpub_kernels.pair as pair_module
 from weftpub_kernels import (
     DtypeError,
     KernelError,
@@ -184,3 +189,80 @@ def test_dequantize_refuses_what_does_not_fit() -> None:
         dequantize(got.w, got.scale.to(torch.bfloat16))
     with pytest.raises(DtypeError):
         dequantize(got.w.view(torch.uint8), got.scale)
+
+
+def test_a_parameter_leaves_no_graph_in_the_buffers() -> None:
+    """A trainer quantized its nn.Parameter straight into a store: autograd followed the scales, so the store's scales
+    required gradients, and every further step hung the graph of the last one behind them."""
+    x = torch.nn.Parameter(torch.randn(256, 128))
+    out = QuantizedPair.empty((256, 128), "cpu", sums=True)
+    for _ in range(2):
+        quantize_into(x, out)
+    for pair in (out, quantize_pair(x)):
+        assert not any(tensor.requires_grad for tensor in pair.present().values())
+
+
+def released(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def test_released_memory_is_refused_and_not_read() -> None:
+    """An offloaded master was quantized, its storage resized to zero: the process died of a segmentation fault."""
+    with pytest.raises(ShapeError, match="no storage behind it"):
+        quantize_pair(released(torch.ones(128, 128)))
+    with pytest.raises(ShapeError, match="no storage behind it"):
+        quantize_pair(released(torch.ones(256, 128)[128:]))
+    pair = quantize_pair(torch.ones(256, 256))
+    with pytest.raises(ShapeError, match=r"codes .* reload"):
+        dequantize(released(pair.w.clone()), pair.scale)
+    with pytest.raises(ShapeError, match=r"scales .* reload"):
+        dequantize(pair.w, released(pair.scale.clone()))
+    with pytest.raises(ShapeError, match=r"scales .* on meta must be on cpu"):
+        dequantize(pair.w, pair.scale.to("meta"))
+
+
+def test_what_is_no_dense_tensor_is_refused() -> None:
+    with pytest.raises(ShapeError, match="dense"):
+        quantize_pair(torch.eye(128).to_sparse())
+    with pytest.raises(DtypeError, match="found list"):
+        quantize_pair([[1.0]])  # pyright: ignore[reportArgumentType]
+
+
+def test_a_saved_pair_takes_the_layout_number_of_the_process_that_loads_it() -> None:
+    """A pair carries the number of its layout, by which launches find their compiled plan. Saved and loaded, it kept
+    the number of the process that had saved it, which names another layout elsewhere."""
+    pair = quantize_pair(torch.randn(128, 256))
+    object.__setattr__(pair, "layout", 10**9)  # as if another process had given it
+    file = io.BytesIO()
+    torch.save(pair, file)
+    file.seek(0)
+    own = QuantizedPair.empty((128, 256), "cpu").layout
+    for found in (torch.load(file, weights_only=False), copy.deepcopy(pair)):
+        assert found.layout == own
+        assert torch.equal(found.w.view(torch.uint8), pair.w.view(torch.uint8))
+
+
+def test_no_two_layouts_share_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layout's number was the size of the table, read before the entry went in: two threads that came at once gave
+    two layouts one number, and the second launch ran with the strides of the first."""
+    barrier = threading.Barrier(2, timeout=10)
+
+    class Slow(dict[tuple[object, ...], int]):
+        def __len__(self) -> int:
+            size = super().__len__()
+            barrier.wait()
+            return size
+
+    monkeypatch.setattr(pair_module, "_layouts", Slow())
+    found: list[int] = []
+
+    def make(rows: int) -> None:
+        found.append(QuantizedPair.empty((rows, 7), "cpu").layout)
+
+    threads = [threading.Thread(target=make, args=(rows,)) for rows in (3, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(set(found)) == 2
