@@ -186,6 +186,17 @@ def test_checksums_of_other_bytes_are_caught(room: Room) -> None:
     assert room.recorded() is None
 
 
+def test_a_checksum_under_a_name_that_is_not_published_is_refused(room: Room) -> None:
+    """Names that nothing matched were dropped with a warning. A checksum under such a name would be compared with
+    nothing, and the tensor that it was meant for would count as checked."""
+    known = {GATE.replace("gate_proj", "gate"): weftpub_kernels.checksum(SMALL.value(GATE, 1))}
+    with pytest.raises(PlanError, match=r"checksums were given for 1 tensors .*experts\.0\.gate\.weight"):
+        room.publisher().publish(1, SMALL.sources(0, 1), known)
+    for engine in room.engines:
+        assert_serves(engine, 0)
+        assert engine.serving
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -198,6 +209,7 @@ def test_checksums_of_other_bytes_are_caught(room: Room) -> None:
             id="rounded-scale",
         ),
         pytest.param(lambda s: s.update({GATE: s[GATE][:128]}), "handed over float8_e4m3fn .128, 256.", id="shape"),
+        pytest.param(lambda s: s.update({GATE: None}), f"{GATE}: expected a tensor .* found NoneType", id="no-tensor"),
     ],
 )
 def test_wrong_sources_send_nothing(room: Room, change: Callable[[dict], object], words: str) -> None:

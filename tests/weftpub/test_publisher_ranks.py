@@ -127,10 +127,13 @@ class TestFailures:
             for engine in room.engines:
                 assert_serves(engine, 2)
 
-    def test_a_rank_with_wrong_sources(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("sources", [{}, {"model.norm.weight": None}], ids=["missing", "no-tensor"])
+    def test_a_rank_with_wrong_sources(self, tmp_path: Path, sources: Any) -> None:
+        """One rank raised and the others sat in a barrier for two hours. Whatever a rank is handed, it tells the others
+        before it raises."""
         with open_room(self.world, tmp_path) as room:
             senders = publishers(room)
-            works = [lambda: senders[0].publish(1, self.world.sources(0, 1)), lambda: senders[1].publish(1, {})]
+            works = [lambda: senders[0].publish(1, self.world.sources(0, 1)), lambda: senders[1].publish(1, sources)]
             first, second = run_ranks(works)
             assert isinstance(first, PlanError)
             assert "sender rank 1" in str(first)

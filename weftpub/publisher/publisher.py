@@ -167,7 +167,7 @@ class Publisher:
             version: its number, not below the version that an engine holds.
             sources: this rank's tensors, by canonical name. Nothing may write to them until this returns.
             checksums: checksums that are known already (the quantizer emits them), by canonical name, of whole local
-                tensors. The others are computed.
+                tensors, all of them in `sources`. The others are computed.
             verify_sha256: also compare sha256 of every piece, read on the host on both sides. Slow.
             resume: let the engines serve at the end; False leaves them committed and paused for the driver.
             allow_rollback: accept a version below the one an engine holds, for a trainer that went back to an older
@@ -187,7 +187,7 @@ class Publisher:
         self._begin_round()
         try:
             self._open(plan, clock)
-            nonce = self._announce(plan, as_buffers(sources), version, checksums or {}, clock, progress, allow_rollback)
+            nonce = self._announce(plan, sources, version, checksums or {}, clock, progress, allow_rollback)
             return self._deliver(plan, nonce, clock, progress, sha256=verify_sha256, resume=resume)
         except BaseException as error:
             self._after_failure(error, version, progress)
@@ -242,7 +242,7 @@ class Publisher:
     def _announce(
         self,
         plan: Plan,
-        sources: SourceBuffers,
+        sources: Mapping[str, torch.Tensor] | SourceBuffers,
         version: int,
         known: Mapping[str, int],
         clock: PhaseClock,
@@ -253,7 +253,7 @@ class Publisher:
 
         def work() -> Any:
             with clock.phase("checksum"):
-                self._sender.bind(plan, sources, version)
+                self._sender.bind(plan, as_buffers(sources), version)
                 return self._sender.checksums(known)
 
         def conclude(values: list[Any]) -> Any:

@@ -42,9 +42,16 @@ class SourceBuffers:
 
 
 def as_buffers(sources: Mapping[str, torch.Tensor] | SourceBuffers) -> SourceBuffers:
-    """Sources in the form of buffers: every plain tensor is a buffer of its own name."""
+    """Sources in the form of buffers: every plain tensor is a buffer of its own name.
+
+    Raises:
+        PlanError: something that is no tensor; names it.
+    """
     if isinstance(sources, SourceBuffers):
         return sources
+    for name, tensor in sources.items():
+        if not isinstance(tensor, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise PlanError(f"{name}: expected a tensor to publish, found {type(tensor).__name__}")
     views = {
         name: ViewSpec(name, 0, tuple(tensor.shape), tuple(tensor.stride()), dtype_name(tensor.dtype))
         for name, tensor in sources.items()
@@ -104,7 +111,17 @@ class SourceIndex:
     ) -> "np.ndarray[tuple[int], np.dtype[np.uint64]]":
         """Checksums of all regions: those in `known` (by canonical name, of the whole local tensor) are taken, the
         others computed.
+
+        Raises:
+            PlanError: `known` names a tensor that this rank does not send: under its right name nothing would be
+                compared.
         """
+        unknown = sorted(known.keys() - self.views.keys())
+        if unknown:
+            raise PlanError(
+                f"checksums were given for {len(unknown)} tensors that this sender rank does not publish: "
+                f"{listing(unknown)}; give them by canonical name, of this rank's tensors only"
+            )
         regions = self.regions
         result = np.zeros(len(regions), dtype=np.uint64)
         given = {number: known[name] & _MASK for number, name in self._names.items() if name in known}
