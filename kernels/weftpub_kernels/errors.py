@@ -49,7 +49,7 @@ class NonFiniteError(KernelError):
         self.matrix, self.row, self.column, self.value = matrix, row, column, value
         where = matrix if isinstance(matrix, str) else f"matrix {matrix}"
         super().__init__(
-            f"{where} holds {value} at row {row}, column {column}; the quantized bytes of this matrix are void. "
+            f"{where} holds {value} at row {row}, column {column}; the bytes written from this matrix are void. "
             "Recover the master from the last checkpoint, and check the gradients before the step"
         )
 

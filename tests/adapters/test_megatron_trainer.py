@@ -185,6 +185,33 @@ def test_a_master_that_is_not_finite_tears_all_and_a_checkpoint_recovers(checkpo
     assert trainer.store.generation == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("embedding.word_embeddings.weight", float("nan")), ("decoder.layers.0.mlp.router.weight", 3.4e38)],
+    ids=["nan", "beyond-bf16"],
+)
+def test_a_dense_master_that_is_not_finite_is_never_published(
+    checkpoint: Path, tmp_path: Path, name: str, value: float
+) -> None:
+    """A NaN in a master was ignored by amax and became a silent -448. An embedding or a router is not even quantized:
+    rounded to BF16 it would go out as it is, and the engine would answer nonsense."""
+    trainer = make(checkpoint, clip_grad=None)
+    train(trainer, 1)
+    save_state(tmp_path / "state", optimizers=trainer.optimizers, store=trainer.store, version=1)
+    expected = trainer.store.sha256()
+    trainer.forward_backward(*batch(2, 16, 500))
+    trainer.masters[name][3, 4] = value
+    with pytest.raises(NonFiniteError, match=rf"{name} holds \S+ at row 3, column 4"):
+        trainer.step()
+    with pytest.raises(TornError):
+        next(trainer.store.canonical())
+    load_state(tmp_path / "state", optimizers=trainer.optimizers, store=trainer.store)
+    trainer.refresh_parameters()
+    assert trainer.store.sha256() == expected
+    train(trainer, 1)
+    assert trainer.store.generation == 2
+
+
 @pytest.mark.parametrize("muon", [MUON, None], ids=["muon", "adamw"])
 def test_a_resumed_trainer_makes_the_same_bytes(
     checkpoint: Path, tmp_path: Path, muon: MuonHyperparameters | None

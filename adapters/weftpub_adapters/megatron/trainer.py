@@ -14,7 +14,7 @@ import torch
 
 from weftpub.checkpoint import LazyTensors
 from weftpub.errors import ConfigError, StateError
-from weftpub.masters import MasterSet
+from weftpub.masters import MasterSet, find_nonfinite
 from weftpub.optim import (
     AdamWHyperparameters,
     MuonHyperparameters,
@@ -32,6 +32,7 @@ from weftpub_adapters.megatron.loader import fill_parameters, read_parameters
 from weftpub_adapters.megatron.model import build_model
 from weftpub_adapters.megatron.muon import QkvSplitMuon
 from weftpub_adapters.megatron.names import plain_name
+from weftpub_kernels import NonFiniteError
 
 __all__ = ["MegatronTrainer", "TrainerSettings", "TrainerStep"]
 
@@ -132,6 +133,7 @@ class MegatronTrainer:
         )
         # After DDP: it takes a view of every parameter to find the autograd node for its hook, and views need memory.
         self.attachment = ExpertAttachment(self.model, self.store, first=first)
+        self._dense = _DenseWriter(self._trained())
         self.optimizers = self._build_optimizers(weights)
         with self.store.writing(0):
             for optimizer in self.optimizers.values():
@@ -204,9 +206,11 @@ class MegatronTrainer:
         generation = 0 if current is None else current + 1
         updates: dict[str, StepReport] = {}
         with self.store.writing(generation, on_torn=self._tear) as writing:
+            self._dense.reset()
             for name, optimizer in self.optimizers.items():
                 own = {master: gradients[master] for master in optimizer.masters}
                 updates[name] = optimizer.step(own, lr=optimizer.hyperparameters.lr * lr_scale)
+            self._dense.raise_if_nonfinite()
         return TrainerStep(generation, clip, updates, writing.report)
 
     @torch.no_grad()
@@ -276,7 +280,7 @@ class MegatronTrainer:
         masters = MasterSet.from_tensors({name: weights[name] for name in names}, states)
         pipeline = StagingPipeline.for_masters(masters, self.device, slots=self.settings.slots)
         writer = self.store.writer()
-        writers = {name: writer if name in self._experts else _ParameterWriter(parameters[name]) for name in names}
+        writers = {name: writer if name in self._experts else self._dense for name in names}
         return masters, (pipeline, writers)
 
     def _qkv_rows(self) -> tuple[int, int, int]:
@@ -303,15 +307,38 @@ class MegatronTrainer:
             raise StateError(f"{action}: the trainer was closed, its model is an ordinary Megatron model now")
 
 
-class _ParameterWriter:
-    """Rounds an updated master into the model's parameter, on the stream of the update."""
+class _DenseWriter:
+    """Rounds updated masters into the model's parameters, on the stream of the update, and remembers which of them are
+    not finite: dense weights are published too, and no quantizer looks at them.
 
-    def __init__(self, parameter: torch.nn.Parameter) -> None:
-        self._parameter = parameter
+    Args:
+        parameters: by master name.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._finite: dict[str, torch.Tensor] = {}
+
+    def reset(self) -> None:
+        """Forget what was seen; a step begins."""
+        self._finite.clear()
 
     @torch.no_grad()
     def __call__(self, name: str, matrix: torch.Tensor, /) -> None:
-        self._parameter.copy_(matrix.view_as(self._parameter))
+        parameter = self._parameters[name]
+        parameter.copy_(matrix.view_as(parameter))
+        self._finite[name] = parameter.isfinite().all()  # of what was rounded: BF16 overflows before FP32
+
+    def raise_if_nonfinite(self) -> None:
+        """NonFiniteError for the first parameter of the step that holds NaN or Inf; waits for the device once."""
+        if not self._finite:
+            return
+        flags = torch.stack(list(self._finite.values())).tolist()
+        for name, finite in zip(self._finite, flags, strict=True):
+            spot = None if finite else find_nonfinite(self._parameters[name])
+            if spot is not None:
+                row, column, value = spot
+                raise NonFiniteError(name, row, column, value)
 
 
 def _is_for_muon(parameter: torch.nn.Parameter) -> bool:
