@@ -29,7 +29,7 @@ import torch
 
 from .errors import DtypeError, ShapeError
 from .pair import grid_of, has_storage
-from .recipe import BLOCK
+from .recipe import BLOCK, TILE_PARTS
 
 __all__ = [
     "MULTIPLIER",
@@ -128,35 +128,38 @@ def checksum_rows_from_sums(
     """int64 [...]: the checksum of rows ``start:stop`` of each matrix ``[..., M, N]`` of one-byte codes, from its
     tile sums.
 
-    ``sums [..., MB, NB]`` is QuantizedPair.sums and ``shape`` the shape of W; ``start`` and ``stop`` are multiples of
-    128, or the last row. Equals ``checksum(w[..., start:stop, :].contiguous())`` of each matrix. Raises ShapeError,
+    ``sums [..., MB, NB, 8]`` is QuantizedPair.sums and ``shape`` the shape of W; ``start`` and ``stop`` are multiples
+    of 128, or the last row. Equals ``checksum(w[..., start:stop, :].contiguous())`` of each matrix. Raises ShapeError,
     DtypeError.
     """
     if sums.dtype != torch.int64 or len(shape) < 2:
         raise DtypeError(f"tile sums are int64, for W [..., M, N]; found {sums.dtype} for W {list(shape)}")
     rows, columns = shape[-2:]
     stop = rows if stop is None else stop
-    if tuple(sums.shape) != (*shape[:-2], *grid_of(shape)):
-        raise ShapeError(f"sums must be {[*shape[:-2], *grid_of(shape)]} for W {list(shape)}, found {list(sums.shape)}")
+    wanted = (*shape[:-2], *grid_of(shape), TILE_PARTS)
+    if tuple(sums.shape) != wanted:
+        raise ShapeError(f"sums must be {list(wanted)} for W {list(shape)}, found {list(sums.shape)}")
     if start % BLOCK or not 0 <= start < stop <= rows or (stop % BLOCK and stop != rows):
         raise ShapeError(f"rows {start}:{stop} of {rows} are not a range of whole blocks of {BLOCK} rows")
     first, last = start // BLOCK, -(-stop // BLOCK)
-    weights = _tile_weights(last - first, sums.shape[-1], columns, sums.device)
-    return finish((sums[..., first:last, :] * weights).sum((-2, -1)), (stop - start) * columns)
+    weights = _tile_weights(last - first, sums.shape[-2], columns, sums.device)
+    return finish((sums[..., first:last, :, :].sum(-1) * weights).sum((-2, -1)), (stop - start) * columns)
 
 
 def tile_sums(codes: torch.Tensor) -> torch.Tensor:
-    """int64 [MB, NB]: sum of ``byte * A^(r * N + c)`` over each 128x128 tile of uint8 [M, N], r and c counted within
-    the tile."""
+    """int64 [MB, NB, 8]: sums of ``byte * A^(r * N + c)`` over each 128x128 tile of uint8 [M, N], r and c counted
+    within the tile, apart for its upper and lower 64 rows and therein for each 32 columns."""
     columns, (mb, nb) = codes.shape[1], grid_of(codes.shape)
+    half, quarter = BLOCK // 2, BLOCK // 4
     across = powers(BLOCK).to(codes.device).repeat(nb)[:columns]
     down = powers(BLOCK, columns).to(codes.device)
-    result = torch.empty(mb, nb, dtype=torch.int64, device=codes.device)
-    for i in range(mb):
-        band = codes[i * BLOCK : (i + 1) * BLOCK].to(torch.int64) * across
-        band = (band * down[: band.shape[0], None]).sum(0)
-        result[i] = torch.nn.functional.pad(band, (0, nb * BLOCK - columns)).view(nb, BLOCK).sum(1)
-    return result
+    result = torch.zeros(mb, nb, 2, 4, dtype=torch.int64, device=codes.device)
+    for i in range(2 * mb):
+        band = codes[i * half : (i + 1) * half].to(torch.int64) * across
+        band = (band * down[i % 2 * half :][: band.shape[0], None]).sum(0)
+        band = torch.nn.functional.pad(band, (0, nb * BLOCK - columns))
+        result[i // 2, :, i % 2] = band.view(nb, 4, quarter).sum(2)
+    return result.view(mb, nb, TILE_PARTS)
 
 
 @functools.lru_cache(maxsize=256)

@@ -23,8 +23,9 @@ from .nonfinite import NonFiniteMonitor
 from .pair import QuantizedPair, grid_of, span
 from .recipe import BLOCK, Recipe
 from .triton_quantize import COLUMNS_FIRST, NUM_WARPS, ROWS_FIRST, quantize_tiles
+from .tuning import Tuning, choose
 
-__all__ = ["Variant", "batch_strides", "compile_kernel", "idle_monitor", "launch"]
+__all__ = ["Variant", "batch_strides", "compile_kernel", "forget", "idle_monitor", "launch", "planned", "use"]
 
 _MAX_PLANS = 4096
 _LOW = 1 << 40  # a tensor without storage has the address of its offset, which is below this
@@ -114,6 +115,24 @@ def launch(
         _run(plan, index, px, pw, pt, ps, pst, sums, record, base)
 
 
+def forget() -> None:
+    """Plan every launch anew, as after a change of tuning."""
+    with _lock:
+        _plans.clear()
+
+
+def planned() -> dict[tuple[Any, ...], "_Plan | None"]:
+    """A copy of the present plans, for `use`."""
+    with _lock:
+        return dict(_plans)
+
+
+def use(plans: dict[tuple[Any, ...], "_Plan | None"]) -> None:
+    """Launch by these plans from now on (a tuner's switch between candidates)."""
+    with _lock:
+        _plans.update(plans)
+
+
 def _run(plan: _Plan, index: int, *addresses_and_base: int) -> None:
     """What Triton's own launch does once its cache has found the kernel (hooks of its profilers aside)."""
     plan.run(
@@ -156,9 +175,9 @@ def _plan(x: torch.Tensor, out: QuantizedPair, variant: Variant) -> _Plan | None
         found = f"{list(x.shape)} has {count} matrices of {mb} rows of blocks"
         raise ShapeError(f"{found}, one launch takes 65535 of each; split it")
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count
-    lean = 2 * processors < count * mb * nb <= 3 * processors
+    tuning = choose(count * mb * nb, processors)
     weights = _weights(columns, x.device) if variant.sums else None
-    compiled, constants = compile_kernel(x, out, strides, variant, lean, weights)
+    compiled, constants = compile_kernel(x, out, strides, variant, tuning, weights)
     return _Plan(
         compiled.run,
         (nb, mb, count),
@@ -176,21 +195,21 @@ def compile_kernel(
     out: QuantizedPair,
     strides: Sequence[int],
     variant: Variant,
-    lean: bool,
+    tuning: Tuning,
     weights: torch.Tensor | None,
 ) -> tuple[Any, tuple[Any, ...]]:
     """The kernel for tensors of this layout, and its arguments after the buffers and the monitor's base.
 
-    ``lean`` holds it to 80 registers, so that three programs share a multiprocessor rather than two. That pays where
-    it saves a second wave; elsewhere the registers are worth more.
+    A limit of registers is for whole blocks and multiplied codes; the other kernels would spill.
     """
     wide = any(BLOCK * abs(a) + BLOCK * abs(b) >= 1 << 31 for a, b in (t.stride()[-2:] for t in (x, out.w, out.wt)))
     address = 0 if weights is None else weights.data_ptr()
-    switches = (variant.even, variant.check, variant.sums, wide)
+    switches = (variant.even, variant.check, variant.sums, wide, tuning.evict, tuning.cache)
     constants = (address, 0, *x.shape[-2:], *strides, *variant.operators, *switches, COLUMNS_FIRST, ROWS_FIRST)
     dtypes = (x.dtype, out.w.dtype, out.wt.dtype, torch.float32, torch.float32, torch.int64, torch.int64)
     buffers = [_Pointer(dtype, variant.aligned) for dtype in dtypes]
-    options = {"maxnreg": 80} if lean and variant.even and "divide" not in variant.operators else {}
+    limited = tuning.registers is not None and variant.even and "divide" not in variant.operators
+    options = {"maxnreg": tuning.registers} if limited else {}
     compiled = quantize_tiles.warmup(*buffers, 0, *constants, grid=(1,), num_warps=NUM_WARPS, **options)
     return compiled, constants
 
@@ -199,7 +218,7 @@ def batch_strides(x: torch.Tensor, out: QuantizedPair) -> list[int] | None:
     """Batch, row and column strides of x, w, wt, scale, scale_t and sums, or None where some batch has no one
     stride."""
     strides: list[int] = []
-    for tensor in (x, out.w, out.wt, out.scale, out.scale_t, out.scale if out.sums is None else out.sums):
+    for tensor in (x, out.w, out.wt, out.scale, out.scale_t, out.scale if out.sums is None else out.sums[..., 0]):
         step = _batch_stride(tensor)
         if step is None:
             return None

@@ -2,8 +2,8 @@
 
 Shapes for a matrix (or a batch of matrices) ``[..., M, N]`` with MB = ceil(M/128), NB = ceil(N/128):
 ``w [..., M, N]`` and ``wt [..., N, M]`` in float8_e4m3fn, ``scale [..., MB, NB]`` and ``scale_t [..., NB, MB]`` in
-float32, and, where the checksum is wanted, ``sums [..., MB, NB]`` in int64: the checksum sum of each tile of W (see
-checksum.py).
+float32, and, where the checksum is wanted, ``sums [..., MB, NB, 8]`` in int64: the checksum sums of each tile of W, in
+eight parts (see checksum.py).
 """
 
 import itertools
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from .errors import DtypeError, ShapeError
-from .recipe import BLOCK
+from .recipe import BLOCK, TILE_PARTS
 
 __all__ = ["QuantizedPair", "grid_of", "has_storage", "overlaps", "span"]
 
@@ -115,7 +115,7 @@ class QuantizedPair:
             "wt": (*lead, n, m),
             "scale": (*lead, mb, nb),
             "scale_t": (*lead, nb, mb),
-            "sums": (*lead, mb, nb),
+            "sums": (*lead, mb, nb, TILE_PARTS),
         }
         present = self.present()
         for name, tensor in present.items():
@@ -127,6 +127,10 @@ class QuantizedPair:
                 )
             if tensor.device != self.w.device:
                 raise ShapeError(f"{name} must be on {self.w.device} like w, found {tensor.device}")
+            if name == "sums" and tensor.stride(-1) != 1:
+                raise ShapeError(
+                    f"the {TILE_PARTS} sums of a tile must lie side by side, found strides {tensor.stride()}"
+                )
             if _overlaps_itself(tensor):
                 raise ShapeError(
                     f"{name} with strides {tensor.stride()} has elements at one address; give it memory of its own"
@@ -147,7 +151,7 @@ class QuantizedPair:
             raise ShapeError(f"a matrix [..., M, N] that is not empty is needed, found {list(shape)}")
         lead, (m, n), (mb, nb) = shape[:-2], shape[-2:], grid_of(shape)
 
-        def new(tail: tuple[int, int], name: str) -> torch.Tensor:
+        def new(tail: tuple[int, ...], name: str) -> torch.Tensor:
             return torch.empty((*lead, *tail), dtype=_TYPES[name], device=device)
 
         return cls(
@@ -155,7 +159,7 @@ class QuantizedPair:
             new((n, m), "wt"),
             new((mb, nb), "scale"),
             new((nb, mb), "scale_t"),
-            new((mb, nb), "sums") if sums else None,
+            new((mb, nb, TILE_PARTS), "sums") if sums else None,
         )
 
     def present(self) -> dict[str, torch.Tensor]:

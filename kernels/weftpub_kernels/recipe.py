@@ -34,9 +34,11 @@ import torch
 
 from .errors import ShapeError, UnfitPresetError, UnknownPresetError
 
-__all__ = ["BLOCK", "FP8_MAX", "PRESETS", "Recipe", "get_recipe", "require_publishable"]
+__all__ = ["BLOCK", "FP8_MAX", "PRESETS", "TILE_PARTS", "Recipe", "get_recipe", "require_publishable"]
 
 BLOCK = 128
+TILE_PARTS = 8
+"""Checksum sums of a tile: one for each 64 rows x 32 columns, row by row (what one warp of the kernel holds)."""
 FP8_MAX = 448.0
 
 ScaleRule = Literal["rn_448_over_amax", "recip_amax_times_448", "amax_times_recip", "amax_over_448_full"]

@@ -68,12 +68,14 @@ def quantize_tiles(
     FLOOR: gl.constexpr, SCALE: gl.constexpr, OVERFLOW: gl.constexpr, POW2: gl.constexpr, ZERO: gl.constexpr,
     INVERSE: gl.constexpr, CODE: gl.constexpr,
     EVEN: gl.constexpr, CHECK: gl.constexpr, SUMS: gl.constexpr, WIDE: gl.constexpr,
+    EVICT: gl.constexpr, CACHE: gl.constexpr,
     LAYOUT: gl.constexpr, LAYOUT_T: gl.constexpr,
 ):  # fmt: skip
     """Quantize block (program 1, program 0) of matrix (program 2) of ``x [E, M, N]``.
 
     ``*_e``, ``*_m`` and ``*_n`` are element strides, ``record`` and ``base`` a NonFiniteMonitor's, ``weights`` the
-    address of fragments.sum_weights(N), ``zero`` is 0.
+    address of fragments.sum_weights(N), ``zero`` is 0. ``EVICT`` and ``CACHE`` are how x is read and codes are written
+    (tuning.py).
     """
     nb = gl.program_id(0).to(gl.int64)
     mb = gl.program_id(1).to(gl.int64)
@@ -86,7 +88,7 @@ def quantize_tiles(
     origin = x + (e * x_e + top * x_m + left * x_n)
     at = origin + rows[:, None] * x_m + columns[None, :] * x_n
     if EVEN:
-        tile = gl.load(at).to(gl.float32)
+        tile = gl.load(at, eviction_policy=EVICT).to(gl.float32)
     else:
         mask = ((top + rows) < M)[:, None] & ((left + columns) < N)[None, :]
         tile = gl.load(at, mask=mask, other=0.0).to(gl.float32)
@@ -104,7 +106,7 @@ def quantize_tiles(
     codes = _codes(scaled, zero, EVEN)
     at = w + (e * w_e + top * w_m + left * w_n) + rows[:, None] * w_m + columns[None, :] * w_n
     if EVEN:
-        gl.store(at, codes.to(gl.float8e4nv, bitcast=True))
+        gl.store(at, codes.to(gl.float8e4nv, bitcast=True), cache_modifier=CACHE)
     else:
         gl.store(at, codes.to(gl.float8e4nv, bitcast=True), mask=mask)
 
@@ -112,7 +114,7 @@ def quantize_tiles(
     rows_t, columns_t = _indices(LAYOUT_T, WIDE)
     at = wt + (e * wt_e + top * wt_m + left * wt_n) + rows_t[:, None] * wt_m + columns_t[None, :] * wt_n
     if EVEN:
-        gl.store(at, turned.to(gl.float8e4nv, bitcast=True))
+        gl.store(at, turned.to(gl.float8e4nv, bitcast=True), cache_modifier=CACHE)
     else:
         mask = ((top + rows_t) < M)[:, None] & ((left + columns_t) < N)[None, :]
         gl.store(at, turned.to(gl.float8e4nv, bitcast=True), mask=mask)
@@ -120,7 +122,8 @@ def quantize_tiles(
     gl.store(scale + (e * s_e + mb * s_m + nb * s_n), s)
     gl.store(scale_t + (e * st_e + nb * st_n + mb * st_m), s)
     if SUMS:
-        gl.store(sums + (e * c_e + mb * c_m + nb * c_n), _tile_sum(turned, fragments))
+        parts = _warp_sums(turned, fragments)
+        gl.store(sums + (e * c_e + mb * c_m + nb * c_n) + gl.arange(0, 8, parts.type.layout), parts)
     if CHECK:
         if finite == 0:
             _note(origin, record, base + e * M * N, top, left, M, N, x_m, x_n, columns)
@@ -229,8 +232,12 @@ def _load_weights(weights, LAYOUT_T: gl.constexpr):
 
 
 @gluon.jit
-def _tile_sum(turned, fragments):
-    """int64: sum of byte * A^(place in the tile) of uint8 codes in ROWS_FIRST registers; fragments.py says how."""
+def _warp_sums(turned, fragments):
+    """int64 [8]: sum of byte * A^(place in the tile) of the uint8 codes, in ROWS_FIRST registers, of each warp.
+
+    fragments.py says how. The warps' sums stay apart, since adding them up would make the program wait for its slowest
+    warp once more.
+    """
     word = gl.inline_asm_elementwise("mov.b32 $0, $4;", "=r,=r,=r,=r,r", [turned], dtype=gl.int32, is_pure=True, pack=4)
     word = _first_of_four(word, 32, 128)  # the asm left four rows in one word, and three words without meaning
     part = gl.inline_asm_elementwise(
@@ -239,7 +246,9 @@ def _tile_sum(turned, fragments):
     part = _first_of_four(part, 8, 128)  # as above: one of the sixteen results of a thread counts
     part, _ = gl.split(gl.reshape(part, [8, 32, 2, 2]))
     part, _ = gl.split(part)
-    return gl.sum(gl.reshape(part, [256]), 0)
+    # 16-row by 4-column pieces as half, lanes down, warps across, lanes across: see _LANES and _WARPS
+    part = gl.reshape(part, [2, 4, 4, 8])
+    return gl.reshape(gl.sum(gl.sum(part, 3), 1), [8])
 
 
 @gluon.jit

@@ -27,6 +27,7 @@ from weftpub_kernels.fragments import sum_weights
 from weftpub_kernels.launch import Variant, batch_strides, compile_kernel
 from weftpub_kernels.pair import grid_of
 from weftpub_kernels.reference import quantize_reference
+from weftpub_kernels.tuning import Tuning
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -51,7 +52,7 @@ class Quantizer:
     recipe: Recipe
     x: torch.Tensor
     out: QuantizedPair
-    lean: bool
+    tuning: Tuning
 
     def __post_init__(self) -> None:
         x, out = self.x, self.out
@@ -61,7 +62,7 @@ class Quantizer:
         self.weights = sum_weights(x.shape[-1])
         strides = batch_strides(x, out)
         assert strides is not None
-        self.compiled, self.constants = compile_kernel(x, out, strides, variant, self.lean, self.weights)
+        self.compiled, self.constants = compile_kernel(x, out, strides, variant, self.tuning, self.weights)
         self.machine = PtxMachine(self.compiled.asm["ptx"])
 
     def play(self, monitor: NonFiniteMonitor) -> None:
@@ -74,10 +75,11 @@ class Quantizer:
             self.machine.run(program[::-1], given, [*buffers, self.weights])
 
 
-def report(preset: str, shape_class: str, lean: bool) -> dict[str, Any]:
+def report(preset: str, shape_class: str, registers: int | None, evict: str = "", cache: str = "") -> dict[str, Any]:
     recipe = PRESETS[preset]
     shape = next(c for c in SHAPE_CLASSES if c.name == shape_class)
-    kernel = Quantizer(recipe, shape.input(recipe.input_dtype, "cpu"), shape.output("cpu"), lean)
+    tuning = Tuning(registers, evict, cache)
+    kernel = Quantizer(recipe, shape.input(recipe.input_dtype, "cpu"), shape.output("cpu"), tuning)
     return machine_code(kernel.compiled) | {"differ": differences(kernel), "non_finite": non_finite(kernel)}
 
 

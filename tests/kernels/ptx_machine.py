@@ -155,7 +155,7 @@ class PtxMachine:
             self._set(operands[0], (value >> start) & ((np.uint32(1) << length) - np.uint32(1)), active)
         elif name in ("mul", "mad") and parts[1] in ("wide", "lo"):
             self._set(operands[0], self._multiply(parts, operands), active)
-        elif name not in ("bar", "fence"):
+        elif name not in ("bar", "fence", "createpolicy"):
             values = [self._get(operand, kind) for operand in operands[1:]]
             self._set(operands[0], self._arithmetic(parts, kind, values), active)
 

@@ -170,8 +170,8 @@ def test_row_ranges_must_be_blocks() -> None:
     for start, stop in ((0, 100), (64, 128), (128, 128), (256, 400), (-128, 128)):
         with pytest.raises(ShapeError, match="whole blocks"):
             checksum_rows_from_sums(sums, (300, 256), start, stop)
-    with pytest.raises(ShapeError, match=r"must be \[3, 2\]"):
-        checksum_rows_from_sums(sums.t(), (300, 256))
+    with pytest.raises(ShapeError, match=r"must be \[3, 2, 8\]"):
+        checksum_rows_from_sums(sums.transpose(0, 1), (300, 256))
 
 
 def test_released_memory_has_no_checksum() -> None:

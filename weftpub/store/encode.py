@@ -17,6 +17,7 @@ from weftpub_kernels import (
     quantize_into,
     require_publishable,
 )
+from weftpub_kernels.recipe import TILE_PARTS
 
 __all__ = ["Encoder", "make_encoder"]
 
@@ -34,7 +35,7 @@ class Encoder(Protocol):
         ...
 
     def tile_sums(self, projection: Projection) -> torch.Tensor | None:
-        """What the quantizer left of W's checksums, int64 ``[layers * experts, M/128, N/128]``; None in BF16."""
+        """What the quantizer left of W's checksums, int64 ``[layers * experts, M/128, N/128, 8]``; None in BF16."""
         ...
 
     def raise_if_nonfinite(self) -> None:
@@ -76,7 +77,7 @@ class _Fp8Encoder:
         self._sums: dict[Projection, torch.Tensor] = {}
         for projection in BUFFERS:
             rows, columns = layout.shape(projection)
-            shape = (len(layout.layers) * len(layout.experts), -(-rows // BLOCK), -(-columns // BLOCK))
+            shape = (len(layout.layers) * len(layout.experts), -(-rows // BLOCK), -(-columns // BLOCK), TILE_PARTS)
             self._sums[projection] = torch.zeros(shape, dtype=torch.int64, device=device)
         self._sums_of = [self._sums[matrix.projection][i // len(BUFFERS)] for i, matrix in enumerate(layout.matrices)]
         self._pairs: dict[int, QuantizedPair] = {}

@@ -22,7 +22,7 @@ def read_checksums(tensors: Sequence[CanonicalTensor]) -> dict[str, int]:
 def fused_checksums(
     layout: StoreLayout, tensors: Sequence[CanonicalTensor], sums: Mapping[Projection, torch.Tensor]
 ) -> dict[str, int]:
-    """The same, weights from their tile sums ``[layers * experts, M/128, N/128]`` and only the scales read."""
+    """The same, weights from their tile sums ``[layers * experts, M/128, N/128, 8]`` and only the scales read."""
     weights: dict[str, int] = {}
     for projection, tiles in sums.items():
         matrices = [matrix for matrix in layout.matrices if matrix.projection == projection]

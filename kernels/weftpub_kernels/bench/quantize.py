@@ -27,7 +27,7 @@ from ..pair import QuantizedPair
 from ..recipe import BLOCK, FP8_MAX
 from .environment import describe, write
 
-__all__ = ["LAYERS", "MATRICES", "Spec", "main", "measure"]
+__all__ = ["LAYERS", "MATRICES", "Spec", "main", "measure", "transformer_engine"]
 
 BYTES_PER_ELEMENT = 6
 COPY_SHARE = 0.97
@@ -70,7 +70,7 @@ def measure(spec: Spec, milliseconds: int) -> dict[str, Any]:
         "weftpub": lambda: quantize_into(x, out, "te_fp32", monitor),
     }
     if spec in MATRICES:
-        theirs = _transformer_engine(x[0], out)
+        theirs = transformer_engine(x[0], out)
         if theirs is not None:
             contenders["transformer_engine"] = theirs
     else:
@@ -119,7 +119,7 @@ def _torch_quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.
     return w, wt, torch.ones_like(multiplier) / multiplier
 
 
-def _transformer_engine(x: torch.Tensor, out: QuantizedPair) -> Callable[[], Any] | None:
+def transformer_engine(x: torch.Tensor, out: QuantizedPair) -> Callable[[], Any] | None:
     """TransformerEngine's quantizer for the same bytes, in place; None where it is not installed."""
     try:
         # By name, since this package must not depend on it.

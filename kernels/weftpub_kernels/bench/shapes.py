@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from ..pair import QuantizedPair
-from ..recipe import BLOCK, Recipe
+from ..recipe import BLOCK, TILE_PARTS, Recipe
 from ..selftest import awkward_matrix
 
 __all__ = ["SHAPE_CLASSES", "ShapeClass", "classes_for"]
@@ -40,7 +40,10 @@ class ShapeClass:
         plain = QuantizedPair.empty(self.shape, "cpu", sums=True)
         buffers = {}
         for name, like in plain.present().items():
-            tensor = self._empty(tuple(like.shape), like.dtype, device)
+            if name == "sums":
+                tensor = _side_by_side(self._empty(tuple(like.shape[:-1]), like.dtype, device), TILE_PARTS)
+            else:
+                tensor = self._empty(tuple(like.shape), like.dtype, device)
             tensor.view(torch.uint8 if like.element_size() == 1 else tensor.dtype).fill_(
                 0xEE if like.element_size() == 1 else -7
             )
@@ -61,6 +64,14 @@ class ShapeClass:
         if self.layout == "nested":
             return make(lead[1], lead[0], rows, columns).transpose(0, 1)
         return make(*shape)
+
+
+def _side_by_side(like: torch.Tensor, count: int) -> torch.Tensor:
+    """Uninitialised ``[..., count]``: that many neighbours for each element of ``like``, in its layout."""
+    elements = like.untyped_storage().nbytes() // like.element_size()
+    memory = torch.empty(count * elements, dtype=like.dtype, device=like.device)
+    strides = (*(count * step for step in like.stride()), 1)
+    return memory.as_strided((*like.shape, count), strides, count * like.storage_offset())
 
 
 SHAPE_CLASSES = (
