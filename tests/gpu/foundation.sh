@@ -14,6 +14,7 @@ out=$(cd "$out" && pwd)
 sections=("$@"); [ $# -gt 0 ] || sections=(verify quantize staging tests demo)
 python=${PYTHON:-python3}
 export PYTHONPATH="$PWD:$PWD/kernels:$PWD/adapters:$PWD/examples${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+commit=${COMMIT:-$(git rev-parse --short=12 HEAD 2>/dev/null || echo unknown)} # COMMIT names it where there is no git
 status=0
 : > "$out/summary.txt"
 
@@ -29,8 +30,8 @@ demo() { make --no-print-directory demo NO_INSTALL=1 PYTHON="$python" DEMO_ARGS=
 
 for name in "${sections[@]}"; do
   case $name in
-    verify) section verify "$python" -m weftpub_kernels.bench.verify --out "$out/verify.json" ;;
-    quantize) section quantize "$python" -m weftpub_kernels.bench.quantize --out "$out/quantize.json" ;;
+    verify) section verify "$python" -m weftpub_kernels.bench.verify --out "$out/verify.json" --commit "$commit" ;;
+    quantize) section quantize "$python" -m weftpub_kernels.bench.quantize --out "$out/quantize.json" --commit "$commit" ;;
     staging) section staging "$python" -m weftpub.staging.bench --out "$out/staging.json" ;;
     tests) section tests "$python" -m pytest -q -p no:cacheprovider --require-gpu -m "gpu and not multigpu" tests ;;
     demo)
