@@ -218,6 +218,23 @@ def test_resuming_after_an_offload_without_a_publish_is_refused(driver: Driver) 
         driver.ask(m.Resume)
 
 
+def test_resuming_a_committed_version_that_an_offload_took_is_refused(driver: Driver) -> None:
+    """A driver published with resume=False, offloaded the engine once more, and resumed it: only a paused engine was
+    asked whether its weights are whole, so a committed one served undefined memory."""
+    driver.ask(m.Pause)
+    driver.begin(2)
+    driver.chunks()
+    driver.verify()
+    driver.commit()
+    driver.engine.offload()
+    with pytest.raises(TornError, match="an offload took version 2"):
+        driver.ask(m.Resume)
+    assert driver.engine.fenced
+    assert not driver.engine.serving
+    driver.publish(3, "c" * 16)
+    assert_serves(driver.engine, 3)
+
+
 def test_views_are_made_anew_for_every_publish(driver: Driver) -> None:
     """Receive views were cached once, and after an offload writes landed in dead storage. The old storages are kept
     alive here, so that a stale view would write into them and not be noticed by a crash."""
@@ -238,8 +255,20 @@ def test_nothing_keeps_the_engines_memory_between_publishes(driver: Driver) -> N
     driver.ask(m.Pause)
     driver.engine.offload()
     gc.collect()
-    alive = [o for o in gc.get_objects() if isinstance(o, torch.Tensor) and o.data_ptr() in pointers and o.numel()]
+    tensors = [o for o in gc.get_objects() if isinstance(o, torch.Tensor) and o.layout is torch.strided and o.numel()]
+    alive = [o for o in tensors if o.data_ptr() in pointers]
     assert alive == []
+
+
+def test_parameters_whose_memory_was_released_are_refused(driver: Driver) -> None:
+    """An engine had released its weights and not brought them back: torch quietly allocates new memory behind a
+    tensor that is viewed, so the bytes went where no graph looks."""
+    driver.ask(m.Pause)
+    next(iter(driver.engine.parameters.values())).data.untyped_storage().resize_(0)
+    driver.engine.intact = False
+    with pytest.raises(PlanError, match="no memory behind it"):
+        driver.begin(2)
+    assert driver.state is S.PAUSED
 
 
 def test_a_parameter_that_moves_in_the_middle(receiving: Driver) -> None:
@@ -486,6 +515,34 @@ def test_errors_go_back_as_data(driver: Driver) -> None:
     reply = m.decode_reply(answer_to(driver.receiver, m.encode(m.Pause(run_id="run", session="a" * 16, request=5))))
     assert isinstance(reply, m.Failed)
     assert (reply.error, reply.message, reply.status.state) == ("RuntimeError", "CUDA error", S.SERVING)
+
+
+def test_an_error_in_any_alphabet_goes_back(receiving: Driver) -> None:
+    """An engine failed over a file whose name is not UTF-8. Its message could not be put into a reply, that error ended
+    the receiver's loop, and the publisher waited out its deadline for a rank that was gone. The reason stays in the
+    state and goes into every later reply."""
+    receiving.chunks()
+    receiving.engine.fail_in["post_process"] = "no such file: caf\udce9" + "." * 100_000
+    verify = m.Verify(run_id="run", session="a" * 16, request=9, version=2, nonce="b" * 16)
+    reply = m.decode_reply(answer_to(receiving.receiver, m.encode(verify)) or b"")
+    assert isinstance(reply, m.Failed)
+    assert "no such file: caf?..." in reply.message
+    assert reply.status.state is S.TORN
+    assert "caf?" in m.decode_reply(m.encode(receiving.ask(m.Status))).status.reason
+
+
+def test_an_engine_that_cannot_say_whether_it_is_whole_is_answered_for(driver: Driver) -> None:
+    """Every reply says whether the weights are whole. When that very question raised, so did the reply to the failure,
+    and the receiver's loop ended."""
+
+    def broken() -> bool:
+        raise RuntimeError("CUDA error: device-side assert")
+
+    driver.engine.weights_intact = broken
+    data = m.encode(m.Status(run_id="run", session="a" * 16, request=9))
+    reply = m.decode_reply(answer_to(driver.receiver, data) or b"")
+    assert isinstance(reply, m.Failed)
+    assert (reply.error, reply.request, reply.status.intact) == ("RuntimeError", 9, False)
 
 
 def test_closing_in_the_middle_tears(receiving: Driver) -> None:

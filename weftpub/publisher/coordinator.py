@@ -167,7 +167,7 @@ class Coordinator:
         """
         told = self.links if links is None else links
         _, faults = exchange(
-            {link: (m.Abort, {"reason": reason[:4000]}) for link in told if link.greeted},
+            {link: (m.Abort, {"reason": m.plain_text(reason, 4000)}) for link in told if link.greeted},
             "abort",
             self._deadlines.hello,
         )

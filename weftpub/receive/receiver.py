@@ -8,7 +8,7 @@
     chunk      RECEIVING; open, copy, wait for the copy, let go, answer. The first makes it dirty
     verify     RECEIVING -> VERIFIED; all arrived, post_process ran once, checksums of the live views agree
     commit     VERIFIED -> COMMITTED; told by a publisher whose record is on disk
-    resume     COMMITTED, PAUSED -> SERVING
+    resume     COMMITTED, PAUSED -> SERVING; TORN if an offload took the weights meanwhile
     abort      RECEIVING -> PAUSED if clean, else TORN; VERIFIED -> TORN
 
 Whatever goes wrong after the first byte, here or at the publisher, ends in TORN: the engine stays paused and is fenced.
@@ -36,6 +36,8 @@ from weftpub.wire import messages as m
 from weftpub.wire.identity import local_identity
 
 __all__ = ["Receiver"]
+
+_LONGEST_ERROR = 8000  # characters of an error or a reason that travel
 
 
 @dataclass
@@ -114,8 +116,17 @@ class Receiver:
         return handler(self, request)
 
     def failure(self, request: int, error: BaseException) -> m.Failed:
-        """The reply to a request that raised."""
-        return m.Failed(request=request, status=self.status(), error=type(error).__name__, message=str(error)[:8000])
+        """The reply to a request that raised. It never fails itself, whatever the engine does: a rank whose error
+        cannot be told would fall silent.
+        """
+        try:
+            status = self.status()
+        except Exception as second:  # the engine cannot even say whether its weights are whole: then they are not
+            status = self._report(intact=False)
+            error.add_note(f"and weights_intact raised {type(second).__name__}: {second}")
+        text = "; ".join((str(error), *getattr(error, "__notes__", ())))
+        name = m.plain_text(type(error).__name__, 200)
+        return m.Failed(request=request, status=status, error=name, message=m.plain_text(text, _LONGEST_ERROR))
 
     def tick(self) -> None:
         """Look at the clock: a publisher silent for too long in the middle of a publish is taken for dead."""
@@ -125,7 +136,10 @@ class Receiver:
             )
 
     def status(self) -> m.StatusReport:
-        """Where this rank stands, as it is reported."""
+        """Where this rank stands, as it is reported. Raises what the engine raises."""
+        return self._report(intact=self._state.held is not None and self._engine.weights_intact())
+
+    def _report(self, *, intact: bool) -> m.StatusReport:
         state = self._state
         version = state.incoming if state.state is EngineState.VERIFIED else state.held
         return m.StatusReport(
@@ -136,7 +150,7 @@ class Receiver:
             lost=state.lost,
             reason=state.reason,
             plan_digest="" if self._bound is None else self._bound.part.plan_digest,
-            intact=state.held is not None and self._engine.weights_intact(),
+            intact=intact,
         )
 
     def close(self) -> None:
@@ -201,7 +215,7 @@ class Receiver:
         state = self._state.state
         if state is EngineState.SERVING:
             return self._done(request)
-        if state is EngineState.PAUSED and not self._engine.weights_intact():
+        if state in (EngineState.PAUSED, EngineState.COMMITTED) and not self._engine.weights_intact():
             self._tear(f"an offload took version {self._state.held} and nothing replaced it")
         if state in (EngineState.RECEIVING, EngineState.VERIFIED):
             raise StateError(f"the engine is {state}; commit or abort version {self._state.incoming} before it serves")
@@ -323,7 +337,7 @@ class Receiver:
             self._tear(reason)
 
     def _tear(self, reason: str) -> None:
-        self._state.tear(reason)
+        self._state.tear(m.plain_text(reason, _LONGEST_ERROR))
         self._engine.fence(self._state.reason)
 
     def _done(self, request: m.Request) -> m.Done:

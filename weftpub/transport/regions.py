@@ -23,6 +23,7 @@ import weftpub_kernels
 from weftpub.errors import PlanError, TransportError
 from weftpub.plan import ViewSpec, torch_dtype
 from weftpub.plan.boxes import Index
+from weftpub_kernels.pair import has_storage
 
 __all__ = ["CopyTable", "FlatTensors", "RegionTable", "narrow_view", "settle", "wait_for_devices"]
 
@@ -61,7 +62,7 @@ class FlatTensors:
 
     Args:
         tensors: the live tensors.
-        names: those that are used; PlanError if one is missing.
+        names: those that are used; PlanError if one is missing, or its memory was released.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> None:
@@ -72,6 +73,12 @@ class FlatTensors:
             if tensor is None:
                 raise PlanError(
                     f"{name}: the plan uses this tensor, which is not there any more; describe and plan again"
+                )
+            if not has_storage(tensor):
+                # torch would quietly put new memory of undefined content behind it.
+                raise PlanError(
+                    f"{name}: {tensor.dtype} {list(tensor.shape)} has no memory behind it, it was released; "
+                    "bring it back (reload the store, or resume the engine's weights) before the publish"
                 )
             self._tensors[name] = tensor.detach()
         self.pointers = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}

@@ -11,6 +11,7 @@
     VERIFIED(w)   -> COMMITTED(w)    the commit record is on disk and names this manifest
     COMMITTED(w)  -> SERVING(w)      resume
     COMMITTED(w)  -> RECEIVING(x)    publish again in full
+    COMMITTED(w)  -> TORN            an offload took w before it was served
     TORN          -> RECEIVING(w)    only a complete publish opens a torn engine
 
 Readers see v until every rank has committed w: `held` changes in one place, on the move to COMMITTED. An engine that
@@ -42,7 +43,7 @@ _LEGAL: dict[EngineState, frozenset[EngineState]] = {
     _S.PAUSED: frozenset({_S.SERVING, _S.RECEIVING, _S.TORN}),
     _S.RECEIVING: frozenset({_S.PAUSED, _S.TORN, _S.VERIFIED}),
     _S.VERIFIED: frozenset({_S.TORN, _S.COMMITTED}),
-    _S.COMMITTED: frozenset({_S.SERVING, _S.RECEIVING}),
+    _S.COMMITTED: frozenset({_S.SERVING, _S.RECEIVING, _S.TORN}),
     _S.TORN: frozenset({_S.RECEIVING}),
 }
 
@@ -108,7 +109,9 @@ class VersionState:
         self.held, self.incoming, self.lost, self.reason = self.incoming, None, None, ""
 
     def tear(self, reason: str) -> None:
-        """PAUSED, RECEIVING or VERIFIED -> TORN, remembering which version was lost. A torn engine stays as it is."""
+        """PAUSED, RECEIVING, VERIFIED or COMMITTED -> TORN, remembering which version was lost. A torn engine stays as
+        it is.
+        """
         if self.state is EngineState.TORN:
             return
         self._move(EngineState.TORN)

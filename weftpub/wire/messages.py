@@ -59,6 +59,7 @@ __all__ = [
     "decode_reply",
     "decode_request",
     "encode",
+    "plain_text",
     "request_number",
 ]
 
@@ -341,6 +342,12 @@ class _Number(BaseModel):
 _NUMBER: TypeAdapter[_Number] = TypeAdapter(_Number)
 _REQUEST: TypeAdapter[Request] = TypeAdapter(Request)
 _REPLY: TypeAdapter[Reply] = TypeAdapter(Reply)
+
+
+def plain_text(text: str, limit: int = _MAX_ERROR) -> str:
+    """Text of any origin as a message can carry it: cut to `limit`, and what UTF-8 cannot say (the stray surrogates of
+    a file name that is not UTF-8) replaced by question marks."""
+    return text[:limit].encode(errors="replace").decode()
 
 
 def encode(message: BaseModel) -> bytes:
