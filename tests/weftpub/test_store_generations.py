@@ -38,6 +38,16 @@ def test_empty_store_cannot_be_read() -> None:
             read()
 
 
+@pytest.mark.parametrize("generation", [-1, 2.5, True, 2**63, "1", None])
+def test_generations_are_whole_numbers(generation: object) -> None:
+    """A driver counted generations in floats. The book of parts is of integers, so no matrix of generation 2.5 was
+    ever seen as written, and the seal tore the store."""
+    store = make_store()
+    with pytest.raises(ConfigError, match="whole numbers from 0"):
+        store.begin(generation)  # pyright: ignore[reportArgumentType]
+    assert store.state is StoreState.EMPTY
+
+
 def test_nothing_can_be_read_while_a_generation_is_written() -> None:
     store = make_store()
     fill(store, 0)

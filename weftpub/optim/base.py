@@ -176,14 +176,14 @@ class StagedOptimizer[H: Hyperparameters](ABC):
 
         Raises:
             ConfigError: names, shapes, dtypes or learning rates are wrong; nothing was changed.
-            NonFiniteGradientError: NaN or Inf in a gradient; nothing was changed.
+            NonFiniteGradientError: NaN or Inf in a gradient, or FP64 beyond the range of FP32; nothing was changed.
             TornError: an earlier step or load failed half-way.
             Exception: whatever a writer or the device raised; the masters are torn then.
         """
         self.masters.require_whole(f"a step of {self.KIND}")
         check_gradients(self.masters, grads)
         settings = self._settings(lr)
-        norms = gradient_norms(grads)
+        norms = gradient_norms(grads, in_fp32=True)
         number = max(setting.step for setting in settings.values())
         changed = torch.zeros(len(self.masters), dtype=torch.bool, device=self.pipeline.device)
         with self.masters.changing(f"{self.KIND} step {number}", lambda: self.pipeline.progress):
@@ -296,9 +296,9 @@ class StagedOptimizer[H: Hyperparameters](ABC):
 
 def require_number(setting: str, value: float, below: float = math.inf) -> float:
     """The value, if it is a number from 0 to under ``below``; else ConfigError naming the setting."""
-    if not 0.0 <= value < below:
+    if not isinstance(value, int | float) or not 0.0 <= value < below:  # pyright: ignore[reportUnnecessaryIsInstance]
         limit = "" if below == math.inf else f" and below {below}"
-        raise ConfigError(f"{setting} must be a finite number from 0{limit}, got {value}")
+        raise ConfigError(f"{setting} must be a finite number from 0{limit}, got {value!r}")
     return value
 
 

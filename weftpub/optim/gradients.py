@@ -10,9 +10,11 @@ import torch
 
 from weftpub.errors import ConfigError, NonFiniteGradientError
 from weftpub.masters import MasterSet, find_nonfinite, format_names
+from weftpub_kernels.pair import has_storage
 
 __all__ = ["check_gradients", "clip_grad_norm", "gradient_norms", "joint_norm"]
 
+_FP32_MAX = torch.finfo(torch.float32).max
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -20,7 +22,8 @@ def check_gradients(masters: MasterSet, grads: Mapping[str, torch.Tensor]) -> No
     """Checks that there is one dense float gradient of the right shape for every master, and no other.
 
     Raises:
-        ConfigError: missing or unknown names, a wrong shape, or a dtype that is not FP32, BF16, FP16 or FP64.
+        ConfigError: missing or unknown names, a wrong shape, a dtype that is not FP32, BF16, FP16 or FP64, or memory
+            that was released.
     """
     missing, unknown = set(masters) - set(grads), set(grads) - set(masters)
     if missing or unknown:
@@ -43,14 +46,22 @@ def check_gradients(masters: MasterSet, grads: Mapping[str, torch.Tensor]) -> No
                 f"gradient of {name!r} is {grad.dtype}; expected float32, bfloat16, float16 or float64 "
                 "(dequantize an FP8 gradient with its scales first)"
             )
+        if not has_storage(grad):
+            raise ConfigError(
+                f"gradient of {name!r} {list(grad.shape)} has no memory behind it, it was released; "
+                "step before gradients are offloaded or freed"
+            )
 
 
 @torch.no_grad()
-def gradient_norms(grads: Mapping[str, torch.Tensor]) -> dict[str, float]:
+def gradient_norms(grads: Mapping[str, torch.Tensor], *, in_fp32: bool = False) -> dict[str, float]:
     """Name -> Euclidean norm, having read every element; the host waits once per device and dtype.
 
     A norm is zero only if every element is zero. It is accumulated in FP32 (FP64 for FP64 gradients, and where FP32
     overflows or underflows), in the order of the device's reduction: good for reports and clipping, not bit-exact.
+
+    Args:
+        in_fp32: the gradients will be converted to FP32: an FP64 element beyond its range counts as Inf.
 
     Raises:
         NonFiniteGradientError: a NaN or Inf, naming matrix, row and column.
@@ -58,6 +69,10 @@ def gradient_norms(grads: Mapping[str, torch.Tensor]) -> dict[str, float]:
     norms = _norms(grads, 2.0)
     overflowed = [name for name, norm in norms.items() if not math.isfinite(norm)]
     _require_finite(grads, overflowed)
+    if in_fp32:
+        # No element beyond FP32's range can hide in a norm within it.
+        wide = [name for name, norm in norms.items() if norm > _FP32_MAX and grads[name].dtype == torch.float64]
+        _require_finite({name: grads[name].detach().float() for name in wide}, wide)
     # FP32 squares underflow below 1e-22 or so, and a gradient that is not zero must not be reported as zero.
     tiny = {name: grads[name] for name, norm in norms.items() if norm < 1e-16}
     vanished = [name for name, peak in _norms(tiny, math.inf).items() if peak > 0.0]

@@ -147,8 +147,8 @@ class ExpertStore:
             GenerationError: not greater than the sealed one. StateError: one is being written, or the memory is
                 offloaded. TornError: load a checkpoint first. DeadlineError: names the readers that did not end.
         """
-        if generation < 0:
-            raise ConfigError(f"{self._name}: generations count from 0, found {generation}")
+        if type(generation) is not int or not 0 <= generation < 1 << 63:
+            raise ConfigError(f"{self._name}: generations are whole numbers from 0, found {generation!r}")
         if recover:
             self._guard.begin_recovery(generation, timeout)
             self._ledger.forget(PARTS, _ALL)

@@ -134,3 +134,24 @@ def test_gpu_norms_and_non_finite_elements() -> None:
     grads["short"][123, 456] = float("nan")
     with pytest.raises(NonFiniteGradientError, match="'short' is nan at row 123, column 456"):
         gradient_norms(grads)
+
+
+def test_a_gradient_whose_memory_was_released_is_refused(masters: MasterSet) -> None:
+    """Gradients had been offloaded with their buffer, and the step read them all the same: a segmentation fault."""
+    grads = gradients()
+    grads["b"].untyped_storage().resize_(0)
+    with pytest.raises(ConfigError, match=r"gradient of 'b' .* has no memory behind it"):
+        check_gradients(masters, grads)
+
+
+def test_an_fp64_gradient_beyond_fp32_is_not_finite_for_a_step() -> None:
+    """FP64 gradients of 1e300 passed as finite, became Inf on their way into the FP32 update, and every master with
+    them. Clipping in FP64 first is legitimate, so only a step asks."""
+    grads = {name: grad.double() for name, grad in gradients().items()}
+    grads["b"][3, 5] = -1e300
+    with pytest.raises(NonFiniteGradientError, match="gradient of 'b' is -inf at row 3, column 5"):
+        gradient_norms(grads, in_fp32=True)
+    grads["b"][3, 5] = torch.finfo(torch.float32).max
+    grads["b"][3, 6] = torch.finfo(torch.float32).max
+    gradient_norms(grads, in_fp32=True)
+    assert gradient_norms(grads)["b"] > torch.finfo(torch.float32).max
