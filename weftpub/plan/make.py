@@ -59,7 +59,11 @@ def _move(source: Shard, target: Shard, replica: int) -> Move | None:
             f"{target.name}: sender rank {source.rank} holds {len(source.offset)} dimensions, receiver rank "
             f"{target.rank} serves {len(target.offset)}"
         )
-    common = target.box if source.box == target.box else intersect(source.box, target.box)
+    if source.box == target.box:  # most experts: nothing is cut
+        whole = (0,) * len(target.shape)
+        nbytes = math.prod(target.shape) * itemsize(target.dtype)
+        return Move(target.name, source.rank, whole, target.rank, whole, target.shape, target.dtype, nbytes, replica)
+    common = intersect(source.box, target.box)
     if common is None:
         return None
     start, shape = common
