@@ -14,8 +14,8 @@ import torch
 
 from weftpub.canonical import ModelFamily, family_of
 from weftpub.checkpoint.atomic import AtomicDirectory
-from weftpub.checkpoint.files import LazyTensors, ShardedWriter
-from weftpub.errors import CheckpointError, ConfigError
+from weftpub.checkpoint.files import LazyTensors, ShardedWriter, read_json
+from weftpub.errors import ConfigError
 from weftpub.masters import ExpertMatrix
 from weftpub_kernels import dequantize
 
@@ -37,7 +37,7 @@ class HFDirectory(Mapping[str, torch.Tensor]):
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        self.config = _read_config(self.path / "config.json")
+        self.config = read_json(self.path / "config.json", "the config of a model directory")
         self._tensors = LazyTensors(self.path)
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -52,8 +52,9 @@ class HFDirectory(Mapping[str, torch.Tensor]):
     @property
     def family(self) -> ModelFamily:
         """How this architecture names its experts; ConfigError for one that is not known."""
-        architectures = self.config.get("architectures") or ["none given"]
-        return family_of(architectures[0])
+        architectures = self.config.get("architectures")
+        first = architectures[0] if isinstance(architectures, list) and architectures else f"{architectures!r}"
+        return family_of(str(first))
 
     def file_of(self, name: str) -> Path:
         """The file that holds a tensor."""
@@ -118,13 +119,3 @@ def write_directory(
         target.write("config.json", [document])
         writer.write(target)
     return target.target
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text())
-    except OSError as error:
-        raise CheckpointError(error.errno, f"{path}: {error.strerror}; not a model directory") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not JSON: {error}") from error
-    return dict(config)

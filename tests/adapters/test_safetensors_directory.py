@@ -91,11 +91,15 @@ def test_fp8_is_no_start_for_masters_unless_it_is_asked_for(tmp_path: Path, hf_c
 
 
 def test_damaged_directories_are_named(tmp_path: Path, hf_config: dict[str, Any]) -> None:
-    with pytest.raises(CheckpointError, match=r"config\.json: No such file"):
+    with pytest.raises(CheckpointError, match=r"config\.json: not the config of a model directory: No such file"):
         HFDirectory(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"config\.json: not JSON"):
+    with pytest.raises(CheckpointError, match=r"config\.json: not the config of a model directory: not JSON"):
         HFDirectory(tmp_path)
+    for text in ("[1]", "3", "[" * 100_000):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(CheckpointError, match=r"config\.json: not the config of a model directory"):
+            HFDirectory(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(hf_config))
     with pytest.raises(CheckpointError, match=r"model\.safetensors: no such file"):
         HFDirectory(tmp_path)
@@ -110,6 +114,15 @@ def test_unknown_architectures_have_no_experts(tmp_path: Path, hf_config: dict[s
     assert directory["model.norm.weight"] is not None
     with pytest.raises(ConfigError, match="DeepseekV3ForCausalLM"):
         directory.others()
+
+
+@pytest.mark.parametrize("architectures", [None, [], 3, {"a": 1}, [3]])
+def test_configs_without_an_architecture_have_no_family(
+    tmp_path: Path, hf_config: dict[str, Any], architectures: object
+) -> None:
+    write_checkpoint(tmp_path, {**hf_config, "architectures": architectures})
+    with pytest.raises(ConfigError, match="architecture"):
+        HFDirectory(tmp_path).others()
 
 
 def test_written_directories_are_whole(tmp_path: Path, hf_config: dict[str, Any]) -> None:

@@ -66,6 +66,34 @@ def test_a_socket_of_another_user_is_refused(tmp_path: Path) -> None:
             ChannelClient(address)
 
 
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    for folder, words in (("file", "not a folder"), ("nowhere", "not a folder"), ("file/s", "cannot be made")):
+        with pytest.raises(ChannelError, match=words):
+            unix_address(tmp_path / folder, "a")
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../a", "b/a", "/a", "a\0b"])
+def test_a_socket_lies_in_its_folder(tmp_path: Path, name: str) -> None:
+    """Only the folder named is checked for who may enter; a name with a path would put the socket into another."""
+    with pytest.raises(ChannelError, match="the name of a file"):
+        unix_address(tmp_path / "s", name)
+
+
+@pytest.mark.parametrize("path", ["@weftpub", "*", "", "relative"])
+def test_sockets_without_an_absolute_path_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """ZeroMQ's "@name" is a socket without a file and without rights, that every user can reach. It passed for a file
+    in the present folder."""
+    tmp_path.chmod(0o700)
+    monkeypatch.chdir(tmp_path)
+    for kind in (ChannelServer, ChannelClient):
+        with pytest.raises(ChannelError, match="absolute path"):
+            kind(f"ipc://{path}")
+
+
 def test_a_path_that_is_too_long(tmp_path: Path) -> None:
     with pytest.raises(ChannelError, match="too long for a socket path"):
         unix_address(tmp_path / "s", "a" * 120)

@@ -86,6 +86,42 @@ def test_index_and_files_must_agree(tmp_path: Path) -> None:
         LazyTensors(tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ('{"weight_map": {"a": "../other/model.safetensors"}}', r"a is said to lie in '\.\./other/model\.safetensors'"),
+        ('{"weight_map": {"a": "%s/other/model.safetensors"}}', "the name of a file beside the index"),
+        ('{"weight_map": {"a": ".."}}', "the name of a file beside the index"),
+        ('{"weight_map": {"a": ""}}', "the name of a file beside the index"),
+        ('{"weight_map": {"a": 3, "b": "x"}}', "a is said to lie in 3"),
+        ('{"weight_map": ["a"]}', "not an index with a weight_map: found list"),
+        ('{"weight_map": null}', "not an index with a weight_map: found NoneType"),
+        ("[" * 100_000, "not an index with a weight_map: not JSON"),
+        ("\udcff", "not an index with a weight_map: not JSON"),
+    ],
+)
+def test_an_index_leads_nowhere_else(tmp_path: Path, document: str, message: str) -> None:
+    """The index of a downloaded model named a file outside of its directory, and that file was read as the model's.
+    Other bad indices ended in errors that named neither file nor remedy."""
+    (tmp_path / "other").mkdir()
+    save_file({"a": torch.ones(4)}, tmp_path / "other" / "model.safetensors")
+    (tmp_path / "model").mkdir()
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    index.write_text(document.replace("%s", str(tmp_path)), errors="surrogateescape")
+    with pytest.raises(CheckpointError, match=message) as caught:
+        LazyTensors(tmp_path / "model")
+    assert str(index) in str(caught.value)
+
+
+def test_a_link_beside_the_index_is_followed(tmp_path: Path) -> None:
+    """Download caches keep the files elsewhere, and link them into the model's directory."""
+    _write(tmp_path / "out", {"a": torch.ones(4), "b": torch.ones(4)}, max_shard_bytes=16)
+    (tmp_path / "blob").write_bytes((tmp_path / "out" / "model-00002-of-00002.safetensors").read_bytes())
+    (tmp_path / "out" / "model-00002-of-00002.safetensors").unlink()
+    (tmp_path / "out" / "model-00002-of-00002.safetensors").symlink_to(tmp_path / "blob")
+    assert set(LazyTensors(tmp_path / "out")) == {"a", "b"}
+
+
 def test_nothing_and_unknown_dtypes_are_refused() -> None:
     with pytest.raises(ConfigError, match="no tensors"):
         ShardedWriter("model", {}, metadata={})

@@ -15,6 +15,7 @@ import torch
 from store_support import make_store, published, same_bytes
 
 from weftpub.checkpoint import load_state, save_state
+from weftpub.checkpoint.state import _seal_document
 from weftpub.checkpoint.tree import flatten, unflatten
 from weftpub.errors import CheckpointError, ChecksumError, ConfigError, DeadlineError, GenerationError, TornError
 from weftpub.masters import MasterSet
@@ -281,9 +282,15 @@ def _flip(path: Path, offset: int) -> None:
             lambda d: (d / "experts.safetensors").write_bytes((d / "experts.safetensors").read_bytes()[:-8]),
             "not a whole",
         ),
-        (lambda d: (d / "state.json").unlink(), r"state\.json: No such file"),
+        (lambda d: (d / "state.json").unlink(), r"state\.json: not a state that save_state wrote: No such file"),
         (lambda d: (d / "state.json").write_text("{"), "not a state"),
         (lambda d: (d / "state.json").write_text("{}"), "not a state"),
+        (lambda d: (d / "state.json").write_text("[]"), "not a state"),
+        (lambda d: (d / "state.json").write_text("[" * 100_000), "not a state"),
+        (lambda d: (d / "state.json").write_bytes(b"\xff\xfe{}"), "not a state"),
+        (lambda d: (d / "state.json").write_text('{"sha256":"0","state":[]}'), "not a state"),
+        (lambda d: (d / "state.json").write_text('{"sha256":"0","state":{"x":NaN}}'), "SHA-256 does not match"),
+        (lambda d: (d / "state.json").write_bytes(_seal_document({"x": 1})), "format None"),
         (
             lambda d: (d / "state.json").write_text((d / "state.json").read_text().replace('"step":2', '"step":3', 1)),
             "SHA-256 does not match",

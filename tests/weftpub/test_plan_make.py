@@ -150,6 +150,7 @@ def test_json_keeps_plans_and_parts_exactly() -> None:
         "[]",
         "{}",
         '{"format":2}',
+        "[" * 100_000,
         '{"format":1,"block":[128,128],"layouts":{},"sources":[[1]],"destinations":[],"moves":[]}',
     ],
 )

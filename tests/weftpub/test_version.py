@@ -146,6 +146,11 @@ def test_a_damaged_record_is_an_error(tmp_path: Path, text: str) -> None:
         CommitRecord.read(path)
 
 
+def test_a_record_that_cannot_be_read_is_an_error_of_ours(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match=r"cannot be read.*check commit_path"):
+        CommitRecord.read(tmp_path)
+
+
 V5, C5, S5 = (S.VERIFIED, 5, DIGEST), (S.COMMITTED, 5, DIGEST), (S.SERVING, 5, DIGEST)
 
 

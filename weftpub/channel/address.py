@@ -55,10 +55,18 @@ def unix_address(folder: str | os.PathLike[str], name: str) -> str:
     """The address of socket `name` in `folder`, which is made with mode 0700, or checked if it is there.
 
     Raises:
-        ChannelError: the folder belongs to somebody else or lets others in, or the path is too long for a socket.
+        ChannelError: the folder cannot be made, belongs to somebody else or lets others in, or the path is too long for
+            a socket.
     """
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise ChannelError(f"socket name {name!r}: expected the name of a file in {folder}, without a path")
     path = Path(folder).absolute()
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except FileExistsError:
+        pass  # a file, or a link that leads nowhere: the check says what it is
+    except (OSError, ValueError) as error:
+        raise ChannelError(f"{path}: the folder for sockets cannot be made: {error}; use another folder") from error
     _check_folder(path)
     full = str(path / name)
     if len(os.fsencode(full)) > _LONGEST_PATH:
@@ -73,6 +81,9 @@ def check_address(address: str, keys: CurveKeys | None) -> None:
     """Refuse addresses that cannot be trusted: ChannelError unless it is a Unix socket, or TCP with keys."""
     scheme = address.partition("://")[0]
     if scheme == "ipc":
+        # "@name" is a socket without a file, which every user can reach, and "*" a name that ZeroMQ makes up.
+        if not os.path.isabs(socket_path(address)):
+            raise ChannelError(f"{address}: expected the absolute path of a socket; make the address with unix_address")
         _check_folder(Path(socket_path(address)).parent)
     elif scheme == "tcp":
         if keys is None:

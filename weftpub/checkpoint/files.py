@@ -13,6 +13,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from weftpub.checkpoint.atomic import AtomicDirectory
 from weftpub.errors import CheckpointError, ConfigError
 
-__all__ = ["DTYPE_NAMES", "LazyTensors", "ShardedWriter", "tensor_bytes"]
+__all__ = ["DTYPE_NAMES", "LazyTensors", "ShardedWriter", "read_json", "tensor_bytes"]
 
 DTYPE_NAMES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
@@ -160,10 +161,7 @@ class LazyTensors(Mapping[str, torch.Tensor]):
         index, single = self.directory / f"{stem}.safetensors.index.json", f"{stem}.safetensors"
         if not index.exists():
             return dict.fromkeys(self._keys(single), single)
-        try:
-            weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{index}: not an index with a weight_map: {error!r}") from error
+        weight_map = _weight_map(index)
         held = {name: file for file in sorted(set(weight_map.values())) for name in self._keys(file)}
         if held != weight_map:
             missing = sorted(set(weight_map) - set(held)) or sorted(set(held) - set(weight_map)) or sorted(weight_map)
@@ -187,6 +185,34 @@ class LazyTensors(Mapping[str, torch.Tensor]):
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path}: not a whole safetensors file: {error}") from error
         return self._open[file]
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor name to file name. Only files beside the index count: a downloaded directory must not read others."""
+    document = read_json(index, "an index with a weight_map")
+    found = document.get("weight_map")
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{index}: not an index with a weight_map: found {type(found).__name__} in its place")
+    weight_map = cast("dict[str, object]", found)
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or file in ("", ".", "..") or "/" in file:
+            raise CheckpointError(
+                f"{index}: {name} is said to lie in {file!r}; expected the name of a file beside the index"
+            )
+    return cast("dict[str, str]", weight_map)
+
+
+def read_json(path: Path, what: str) -> dict[str, Any]:
+    """The JSON object in a file; CheckpointError, saying that it is not `what`, for anything else."""
+    try:
+        document: object = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(error.errno, f"{path}: not {what}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:  # text that is not UTF-8 is a ValueError too
+        raise CheckpointError(f"{path}: not {what}: not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{path}: not {what}: expected an object, found {type(document).__name__}")
+    return cast("dict[str, Any]", document)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:

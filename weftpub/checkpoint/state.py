@@ -14,12 +14,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
 from weftpub.checkpoint.atomic import AtomicDirectory
-from weftpub.checkpoint.files import DTYPE_NAMES, LazyTensors, ShardedWriter
+from weftpub.checkpoint.files import DTYPE_NAMES, LazyTensors, ShardedWriter, read_json
 from weftpub.checkpoint.tree import flatten, unflatten
 from weftpub.errors import CheckpointError, ConfigError
 from weftpub.masters import format_names
@@ -194,18 +194,17 @@ def _seal_document(body: Mapping[str, Any]) -> bytes:
 
 
 def _open_document(path: Path) -> dict[str, Any]:
+    document = read_json(path, "a state that save_state wrote")
+    body, digest = document.get("state"), document.get("sha256")
+    if not isinstance(body, dict) or not isinstance(digest, str):
+        raise CheckpointError(f"{path}: not a state that save_state wrote: expected 'sha256' and an object 'state'")
+    body = cast("dict[str, Any]", body)
     try:
-        text = path.read_text()
-    except OSError as error:
-        raise CheckpointError(error.errno, f"{path}: {error.strerror}; not a state that save_state wrote") from error
-    try:
-        document = json.loads(text)
-        body: dict[str, Any] = document["state"]
-        digest = document["sha256"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: not a state that save_state wrote: {error!r}") from error
-    if _seal_document(body) != text.encode() or digest != json.loads(_seal_document(body))["sha256"]:
+        sealed = _seal_document(body)
+    except (ValueError, RecursionError):  # a NaN or a depth that save_state never writes
+        sealed = b""
+    if sealed != path.read_bytes() or digest != json.loads(sealed)["sha256"]:
         raise CheckpointError(f"{path}: its own SHA-256 does not match; the file was damaged, use another checkpoint")
-    if body["format"] != _FORMAT:
-        raise CheckpointError(f"{path}: format {body['format']}, this release reads {_FORMAT}")
+    if body.get("format") != _FORMAT:
+        raise CheckpointError(f"{path}: format {body.get('format')!r}, this release reads {_FORMAT}")
     return body

@@ -294,7 +294,7 @@ def _dump(value: object) -> str:
 def _load(text: str | bytes, keys: tuple[str, ...]) -> dict[str, Any]:
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise PlanError(f"not a plan: {error}") from None
     if not isinstance(data, dict) or tuple(sorted(data)) != tuple(sorted(keys)):
         raise PlanError(f"not a plan: expected an object with the keys {', '.join(keys)}")

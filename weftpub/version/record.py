@@ -55,11 +55,15 @@ class CommitRecord(BaseModel):
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "CommitRecord | None":
-        """The record at `path`, None if there is none; StateError if the file is not a record."""
+        """The record at `path`, None if there is none; StateError if the file is not a record or cannot be read."""
         try:
             text = Path(path).read_bytes()
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise StateError(
+                f"{path}: the commit record cannot be read: {error.strerror}; check commit_path"
+            ) from error
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
