@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -320,6 +321,24 @@ def test_an_engine_that_loads_up_before_gate_gets_it_so() -> None:
             assert destination.view.offset == (3 * 2 * rows + (rows if "gate_proj" in name else 0)) * columns
     with pytest.raises(ConfigError, match="w13_order is 'sideways'"):
         plan("tp2", [_with_setting(rank, w13_order="sideways") for rank in ranks])
+
+
+def test_a_shared_expert_fused_as_one_more_expert_is_refused_by_name() -> None:
+    """An engine kept its shared expert as expert n+1 in the routed experts' tensors. The trainer has no such expert, so
+    its rows would stay garbage after an offload; they are listed by name."""
+    ranks = [
+        rank.model_copy(
+            update={
+                "parameters": tuple(
+                    replace(spec, shape=(spec.shape[0] + 1, *spec.shape[1:])) if ".mlp.experts." in spec.name else spec
+                    for spec in rank.parameters
+                )
+            }
+        )
+        for rank in descriptions()["tp2"]
+    ]
+    with pytest.raises(PlanError, match=r"layers\.1\.mlp\.shared_experts\.gate_proj\.weight_scale_inv"):
+        plan("tp2", ranks)
 
 
 def test_a_broken_engine_converter_breaks_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
