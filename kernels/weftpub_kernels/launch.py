@@ -40,6 +40,7 @@ class Variant(NamedTuple):
     sums: bool
     check: bool
     aligned: bool
+    tuning: Tuning
 
 
 @dataclass(slots=True, frozen=True)
@@ -76,23 +77,23 @@ def launch(
     recipe: Recipe,
     monitor: NonFiniteMonitor | None,
     name: str | Sequence[str] | None,
-    tested: bool = True,
+    tuning: Tuning | None = None,
 ) -> None:
     """Quantize CUDA matrices ``x`` into ``out`` on the current stream; errors are those of entry.quantize_into.
 
-    Only the self-test itself passes ``tested=False``: it runs a variant that has not been tested yet.
+    Only the self-test itself names a tuning: it runs a variant that has not been tested yet.
     """
     px, pw, pt, ps, pst = (
         x.data_ptr(), out.w.data_ptr(), out.wt.data_ptr(), out.scale.data_ptr(), out.scale_t.data_ptr(),
     )  # fmt: skip
     index = x.get_device()
     aligned = (px | pw | pt) & 15 == 0
-    key = (recipe, index, x.dtype, x.shape, x.stride(), out.layout, monitor is None, aligned, tested)
+    key = (recipe, index, x.dtype, x.shape, x.stride(), out.layout, monitor is None, aligned, tuning)
     if key not in _plans:
-        _prepare(key, x, out, recipe, monitor is not None, aligned, tested)
+        _prepare(key, x, out, recipe, monitor is not None, aligned, tuning)
     plan = _plans[key]
     if plan is None:
-        _launch_slices(x, out, recipe, monitor, name, tested)
+        _launch_slices(x, out, recipe, monitor, name, tuning)
         return
     nx, nw, nt, ns, nst = plan.spans
     end = px + nx
@@ -148,14 +149,16 @@ def _prepare(
     recipe: Recipe,
     check: bool,
     aligned: bool,
-    tested: bool,
+    tuning: Tuning | None,
 ) -> None:
     """Check everything that the key stands for, test and compile its kernel, and keep the plan."""
     check_arguments(x, out, recipe)
     with _lock, torch.cuda.device(x.device):
         even = x.shape[-2] % BLOCK == 0 and x.shape[-1] % BLOCK == 0
-        variant = Variant(x.dtype, recipe.operators, even, out.sums is not None, check, aligned)
-        if tested and (x.get_device(), variant) not in _tested:
+        processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+        chosen = tuning or choose(math.prod(x.shape[:-2]) * math.prod(grid_of(x.shape)), processors)
+        variant = Variant(x.dtype, recipe.operators, even, out.sums is not None, check, aligned, chosen)
+        if tuning is None and (x.get_device(), variant) not in _tested:
             from .selftest import check_variant
 
             check_variant(variant, recipe, x.device)
@@ -174,10 +177,8 @@ def _plan(x: torch.Tensor, out: QuantizedPair, variant: Variant) -> _Plan | None
     if count >= 1 << 16 or mb >= 1 << 16:
         found = f"{list(x.shape)} has {count} matrices of {mb} rows of blocks"
         raise ShapeError(f"{found}, one launch takes 65535 of each; split it")
-    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
-    tuning = choose(count * mb * nb, processors)
     weights = _weights(columns, x.device) if variant.sums else None
-    compiled, constants = compile_kernel(x, out, strides, variant, tuning, weights)
+    compiled, constants = compile_kernel(x, out, strides, variant, weights)
     return _Plan(
         compiled.run,
         (nb, mb, count),
@@ -195,16 +196,16 @@ def compile_kernel(
     out: QuantizedPair,
     strides: Sequence[int],
     variant: Variant,
-    tuning: Tuning,
     weights: torch.Tensor | None,
 ) -> tuple[Any, tuple[Any, ...]]:
     """The kernel for tensors of this layout, and its arguments after the buffers and the monitor's base.
 
     A limit of registers is for whole blocks and multiplied codes; the other kernels would spill.
     """
+    tuning = variant.tuning
     wide = any(BLOCK * abs(a) + BLOCK * abs(b) >= 1 << 31 for a, b in (t.stride()[-2:] for t in (x, out.w, out.wt)))
     address = 0 if weights is None else weights.data_ptr()
-    switches = (variant.even, variant.check, variant.sums, wide, tuning.evict, tuning.cache)
+    switches = (variant.even, variant.check, variant.sums, wide, tuning.evict, tuning.cache, tuning.group)
     constants = (address, 0, *x.shape[-2:], *strides, *variant.operators, *switches, COLUMNS_FIRST, ROWS_FIRST)
     dtypes = (x.dtype, out.w.dtype, out.wt.dtype, torch.float32, torch.float32, torch.int64, torch.int64)
     buffers = [_Pointer(dtype, variant.aligned) for dtype in dtypes]
@@ -232,14 +233,14 @@ def _launch_slices(
     recipe: Recipe,
     monitor: NonFiniteMonitor | None,
     name: str | Sequence[str] | None,
-    tested: bool,
+    tuning: Tuning | None,
 ) -> None:
     """One launch per index of the first dimension."""
     each = math.prod(x.shape[1:-2])
     if isinstance(name, str):
         name = [f"{name}[{i}]" for i in range(math.prod(x.shape[:-2]))]
     for i in range(x.shape[0]):
-        launch(x[i], out[i], recipe, monitor, None if name is None else name[i * each : (i + 1) * each], tested)
+        launch(x[i], out[i], recipe, monitor, None if name is None else name[i * each : (i + 1) * each], tuning)
 
 
 def _batch_stride(tensor: torch.Tensor) -> int | None:

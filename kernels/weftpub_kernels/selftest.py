@@ -88,10 +88,10 @@ def _run(x: torch.Tensor, recipe: Recipe, variant: Variant, monitor: NonFiniteMo
     out.scale_t.fill_(-1.0)
     if monitor is None and variant.check:
         monitor = NonFiniteMonitor(x.device)
-        launch(x, out, recipe, monitor, None, tested=False)
+        launch(x, out, recipe, monitor, None, variant.tuning)
         monitor.raise_if_set()
     else:
-        launch(x, out, recipe, monitor, None, tested=False)
+        launch(x, out, recipe, monitor, None, variant.tuning)
     return QuantizedPair(**{name: tensor.cpu() for name, tensor in out.present().items()})
 
 

@@ -68,17 +68,16 @@ def quantize_tiles(
     FLOOR: gl.constexpr, SCALE: gl.constexpr, OVERFLOW: gl.constexpr, POW2: gl.constexpr, ZERO: gl.constexpr,
     INVERSE: gl.constexpr, CODE: gl.constexpr,
     EVEN: gl.constexpr, CHECK: gl.constexpr, SUMS: gl.constexpr, WIDE: gl.constexpr,
-    EVICT: gl.constexpr, CACHE: gl.constexpr,
+    EVICT: gl.constexpr, CACHE: gl.constexpr, GROUP: gl.constexpr,
     LAYOUT: gl.constexpr, LAYOUT_T: gl.constexpr,
 ):  # fmt: skip
-    """Quantize block (program 1, program 0) of matrix (program 2) of ``x [E, M, N]``.
+    """Quantize one block of matrix (program 2) of ``x [E, M, N]``.
 
     ``*_e``, ``*_m`` and ``*_n`` are element strides, ``record`` and ``base`` a NonFiniteMonitor's, ``weights`` the
-    address of fragments.sum_weights(N), ``zero`` is 0. ``EVICT`` and ``CACHE`` are how x is read and codes are written
-    (tuning.py).
+    address of fragments.sum_weights(N), ``zero`` is 0. ``EVICT``, ``CACHE`` and ``GROUP`` are how x is read, codes
+    are written and blocks follow each other (tuning.py).
     """
-    nb = gl.program_id(0).to(gl.int64)
-    mb = gl.program_id(1).to(gl.int64)
+    mb, nb = _block(GROUP)
     e = gl.program_id(2).to(gl.int64)
     top = mb * 128
     left = nb * 128
@@ -127,6 +126,21 @@ def quantize_tiles(
     if CHECK:
         if finite == 0:
             _note(origin, record, base + e * M * N, top, left, M, N, x_m, x_n, columns)
+
+
+@gluon.jit
+def _block(GROUP: gl.constexpr):
+    """Block row and column of this program, int64: row by row, or in bands of ``GROUP`` block rows column by column."""
+    if GROUP == 1:
+        mb, nb = gl.program_id(1), gl.program_id(0)
+    else:
+        blocks_across = gl.num_programs(0)
+        place = gl.program_id(1) * blocks_across + gl.program_id(0)
+        band = place // (GROUP * blocks_across) * GROUP
+        height = gl.minimum(gl.num_programs(1) - band, GROUP)
+        inside = place - band * blocks_across
+        mb, nb = band + inside % height, inside // height
+    return mb.to(gl.int64), nb.to(gl.int64)
 
 
 @gluon.jit

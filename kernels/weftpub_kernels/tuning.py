@@ -13,17 +13,19 @@ __all__ = ["ROWS", "Tuning", "choose"]
 @dataclass(frozen=True, slots=True)
 class Tuning:
     """One way to compile: at most ``registers`` per thread (None: no limit), the load's eviction policy ("" or
-    "evict_first") and the stores' cache modifier ("" or ".cs")."""
+    "evict_first"), the stores' cache modifier ("" or ".cs"), and how many block rows a band has that is worked off
+    column by column, so that neighbours in W^T are written together (1: row by row)."""
 
     registers: int | None = None
     evict: str = ""
     cache: str = ""
+    group: int = 1
 
 
 ROWS: list[tuple[float, Tuning]] = [
-    (2.0, Tuning()),
-    (3.0, Tuning(registers=80)),
-    (float("inf"), Tuning()),
+    (1.0, Tuning(registers=None, evict="evict_first", cache="", group=1)),
+    (3.0, Tuning(registers=80, evict="evict_first", cache="", group=1)),
+    (float("inf"), Tuning(registers=None, evict="", cache=".cs", group=1)),
 ]
 """(most programs per multiprocessor, tuning), ascending."""
 

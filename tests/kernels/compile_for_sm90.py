@@ -58,11 +58,11 @@ class Quantizer:
         x, out = self.x, self.out
         even = x.shape[-2] % 128 == 0 and x.shape[-1] % 128 == 0
         aligned = (x.data_ptr() | out.w.data_ptr() | out.wt.data_ptr()) & 15 == 0
-        variant = Variant(x.dtype, self.recipe.operators, even, True, True, aligned)
+        variant = Variant(x.dtype, self.recipe.operators, even, True, True, aligned, self.tuning)
         self.weights = sum_weights(x.shape[-1])
         strides = batch_strides(x, out)
         assert strides is not None
-        self.compiled, self.constants = compile_kernel(x, out, strides, variant, self.tuning, self.weights)
+        self.compiled, self.constants = compile_kernel(x, out, strides, variant, self.weights)
         self.machine = PtxMachine(self.compiled.asm["ptx"])
 
     def play(self, monitor: NonFiniteMonitor) -> None:
@@ -71,14 +71,17 @@ class Quantizer:
         kinds = self.compiled.src.signature.values()
         given = [value for value, kind in zip(arguments, kinds, strict=True) if kind != "constexpr"]
         mb, nb = grid_of(self.x.shape)
-        for program in np.ndindex(int(np.prod(self.x.shape[:-2])), mb, nb):
-            self.machine.run(program[::-1], given, [*buffers, self.weights])
+        grid = (int(np.prod(self.x.shape[:-2])), mb, nb)
+        for program in np.ndindex(grid):
+            self.machine.run(program[::-1], grid[::-1], given, [*buffers, self.weights])
 
 
-def report(preset: str, shape_class: str, registers: int | None, evict: str = "", cache: str = "") -> dict[str, Any]:
+def report(
+    preset: str, shape_class: str, registers: int | None, evict: str = "", cache: str = "", group: int = 1
+) -> dict[str, Any]:
     recipe = PRESETS[preset]
     shape = next(c for c in SHAPE_CLASSES if c.name == shape_class)
-    tuning = Tuning(registers, evict, cache)
+    tuning = Tuning(registers, evict, cache, group)
     kernel = Quantizer(recipe, shape.input(recipe.input_dtype, "cpu"), shape.output("cpu"), tuning)
     return machine_code(kernel.compiled) | {"differ": differences(kernel), "non_finite": non_finite(kernel)}
 
@@ -159,7 +162,7 @@ def report_checksum(cuts: list[tuple[int, int]]) -> list[bool]:
     kernel = checksums.sum_chunks.warmup(*tensors, grid=(1,), num_warps=checksums.WARPS)
     machine = PtxMachine(kernel.asm["ptx"], 32 * checksums.WARPS)
     for program in range(programs):
-        machine.run((program, 0, 0), [t.data_ptr() for t in tensors], [*tensors, memory])
+        machine.run((program, 0, 0), (programs, 1, 1), [t.data_ptr() for t in tensors], [*tensors, memory])
     return [int(h) == _sum_of_bytes(memory[start:stop]) for h, (start, stop) in zip(tensors[-1], cuts, strict=True)]
 
 

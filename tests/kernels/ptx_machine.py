@@ -48,9 +48,15 @@ class PtxMachine:
             opcode, _, operands = rest.partition(" ")
             self._code.append((guard[1] if guard else None, opcode.strip(), _split(operands.strip())))
 
-    def run(self, program: tuple[int, int, int], arguments: Sequence[int], buffers: Sequence[torch.Tensor]) -> int:
-        """Execute one program with the kernel's arguments; ``buffers`` are all the CPU tensors it may touch. Returns
-        the steps taken."""
+    def run(
+        self,
+        program: tuple[int, int, int],
+        grid: tuple[int, int, int],
+        arguments: Sequence[int],
+        buffers: Sequence[torch.Tensor],
+    ) -> int:
+        """Execute one program of the grid with the kernel's arguments; ``buffers`` are all the CPU tensors it may
+        touch. Returns the steps taken."""
         self._segments = [(t.untyped_storage().data_ptr(), _bytes_of(t)) for t in buffers]
         self._shared = np.zeros(1 << 18, dtype=np.uint8)
         thread = np.arange(self.threads, dtype=np.uint32)
@@ -58,8 +64,9 @@ class PtxMachine:
             "%tid.x": thread,
             "global_smem": np.zeros(self.threads, dtype=np.uint64),
         }
-        for axis, value in zip("xyz", program, strict=True):
+        for axis, value, size in zip("xyz", program, grid, strict=True):
             self._registers[f"%ctaid.{axis}"] = np.full(self.threads, value, dtype=np.uint32)
+            self._registers[f"%nctaid.{axis}"] = np.full(self.threads, size, dtype=np.uint32)
         self._arguments = {name: value for (_, name), value in zip(self.parameters, arguments, strict=False)}
         at = steps = 0
         with np.errstate(all="ignore"):

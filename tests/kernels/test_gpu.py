@@ -21,7 +21,11 @@ from weftpub_kernels import (
     quantize_pair,
 )
 from weftpub_kernels.bench.shapes import ShapeClass, classes_for
+from weftpub_kernels.bench.tune import CANDIDATES
 from weftpub_kernels.bench.verify import check_shape_class
+from weftpub_kernels.reference import quantize_reference
+from weftpub_kernels.selftest import awkward_matrix
+from weftpub_kernels.tuning import Tuning
 
 pytestmark = pytest.mark.gpu
 
@@ -184,6 +188,19 @@ def test_noise_in_approximate_codes_refuses_to_run(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(launch, "_tested", set())
     with pytest.raises(KernelSelfTestError, match="codes of no multiplier"):
         quantize_pair(torch.ones(128, 128, device="cuda"), fresh("slime"))
+
+
+@pytest.mark.parametrize("tuning", CANDIDATES, ids=lambda t: f"{t.registers}-{t.evict}-{t.cache}-{t.group}")
+def test_no_byte_depends_on_the_tuning(tuning: Tuning) -> None:
+    """A band of block rows ends with the matrix: 5 block rows leave a low band for every height of bands."""
+    from weftpub_kernels.launch import launch
+
+    x = awkward_matrix(640, 384, torch.float32).expand(2, 640, 384).contiguous()
+    out, want = (QuantizedPair.empty(x.shape, device, sums=True) for device in ("cuda", "cpu"))
+    launch(x.cuda(), out, PRESETS["te_fp32"], None, None, tuning)
+    quantize_reference(x, want, PRESETS["te_fp32"])
+    for name, tensor in out.present().items():
+        assert torch.equal(tensor.cpu().view(torch.uint8), want.present()[name].view(torch.uint8)), name
 
 
 @pytest.mark.slow

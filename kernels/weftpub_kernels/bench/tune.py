@@ -30,8 +30,12 @@ from .quantize import LAYERS, MATRICES, Spec, transformer_engine
 
 __all__ = ["CANDIDATES", "main"]
 
-CANDIDATES = tuple(itertools.starmap(Tuning, itertools.product((None, 80), ("", "evict_first"), ("", ".cs"))))
-_CLASSES = (1.0, 2.0, 3.0, math.inf)
+CANDIDATES = (
+    *itertools.starmap(Tuning, itertools.product((None, 80), ("", "evict_first"), ("", ".cs"))),
+    *itertools.starmap(Tuning, itertools.product((None,), ("",), ("", ".cs"), (2, 4, 8, 16))),
+    *itertools.starmap(Tuning, itertools.product((96, 112), ("",), (".cs",), (1, 8))),
+)
+_CLASSES = (1.0, 2.0, 3.0, 32.0, math.inf)
 _ROUNDS = 3
 
 
