@@ -129,6 +129,23 @@ def test_muon_updates_as_megatrons_own_optimizer_does(checkpoint: Path, split: b
         assert torch.equal(optimizer.masters[name].weight, reference[name]), name
 
 
+def test_updates_that_never_reach_the_masters_are_an_error(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Muon updated a copy and the new weights never reached the forward pass; the loss just stopped falling. A learning
+    rate of zero changes nothing either, and is no error."""
+    from weftpub_adapters.megatron.muon import QkvSplitMuon
+
+    trainer = make(checkpoint)
+    trainer.forward_backward(*batch(2, 16, 500))
+    assert trainer.step(lr_scale=0.0).seal.changed_bytes == 0
+    monkeypatch.setattr(QkvSplitMuon, "run_one", lambda self, staged, gradient, settings: None)
+    trainer.forward_backward(*batch(2, 16, 500))
+    with pytest.raises(StateError, match=r"generation 2: not one master byte of muon changed"):
+        trainer.step()
+    monkeypatch.undo()
+    train(trainer, 1)
+    assert trainer.store.generation == 3
+
+
 def test_one_norm_over_all_parameters_clips_them_all(checkpoint: Path) -> None:
     trainer = make(checkpoint, clip_grad=0.25)
     trainer.forward_backward(*batch(2, 16, 500))

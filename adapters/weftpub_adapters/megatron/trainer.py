@@ -197,7 +197,8 @@ class MegatronTrainer:
 
         Raises:
             NonFiniteGradientError: names matrix, row and column; nothing was changed. NonFiniteError: a master became
-                NaN or Inf; masters and store are torn. StateError: the trainer was closed.
+                NaN or Inf; masters and store are torn. StateError: the trainer was closed, or an optimizer changed no
+                byte of its masters although their rates and gradients were not zero (what the store holds is whole).
         """
         self._require_open("step")
         gradients = self.gradients()
@@ -211,6 +212,13 @@ class MegatronTrainer:
                 own = {master: gradients[master] for master in optimizer.masters}
                 updates[name] = optimizer.step(own, lr=optimizer.hyperparameters.lr * lr_scale)
             self._dense.raise_if_nonfinite()
+        unmoved = [name for name, report in updates.items() if report.none_changed]
+        if unmoved:
+            raise StateError(
+                f"generation {generation}: not one master byte of {' and '.join(unmoved)} changed although learning "
+                "rates and gradients are not zero; the updates are lost on their way, or the learning rate is below "
+                "FP32's resolution"
+            )
         return TrainerStep(generation, clip, updates, writing.report)
 
     @torch.no_grad()
