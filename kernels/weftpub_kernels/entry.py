@@ -84,6 +84,9 @@ def dequantize(w: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.
     The product is made in float32 and rounded once to ``dtype``. Works for W^T with scale_t as well. Raises
     DtypeError, ShapeError.
     """
+    if not (isinstance(w, torch.Tensor) and isinstance(scale, torch.Tensor)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        found = f"{type(w).__name__} and {type(scale).__name__}"
+        raise DtypeError(f"codes and their dequant scales are needed, found {found}; codes alone mean nothing")
     if w.dtype != torch.float8_e4m3fn or scale.dtype != torch.float32:
         raise DtypeError(f"codes must be float8_e4m3fn and scales float32, found {w.dtype} and {scale.dtype}")
     if w.ndim < 2 or tuple(scale.shape) != (*w.shape[:-2], *grid_of(w.shape)):

@@ -189,6 +189,8 @@ def test_dequantize_refuses_what_does_not_fit() -> None:
         dequantize(got.w, got.scale.to(torch.bfloat16))
     with pytest.raises(DtypeError):
         dequantize(got.w.view(torch.uint8), got.scale)
+    with pytest.raises(DtypeError, match="found Tensor and NoneType"):
+        dequantize(got.w, None)
 
 
 def test_a_parameter_leaves_no_graph_in_the_buffers() -> None:
