@@ -4,6 +4,8 @@ import errno
 import os
 import resource
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -138,6 +140,53 @@ def test_failing_source_passes_through_and_leaves_nothing(tmp_path: Path) -> Non
     with pytest.raises(RuntimeError, match="device lost"), AtomicDirectory(tmp_path / "out", needed=8) as directory:
         directory.write("a.bin", chunks())
     assert list(tmp_path.iterdir()) == []
+
+
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from weftpub.checkpoint.atomic import AtomicDirectory
+with AtomicDirectory(Path(sys.argv[1]), needed=1, overwrite=True) as target:
+    target.write("half", [b"x" * 1000])
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_writer_left_is_removed_by_the_next(old: Path) -> None:
+    """A save was killed, and again, and again: each left half a checkpoint in a hidden directory that nothing ever
+    removed, until the disk was full of them."""
+    before = _snapshot(old)
+    ended = subprocess.run([sys.executable, "-c", _KILLED, str(old)], timeout=120, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    left = [path for path in old.parent.iterdir() if path != old]
+    assert [path.name.rpartition("-")[0] for path in left] == [".out.partial"]
+    assert _snapshot(old) == before
+    (old.parent / ".out.partial-notes").mkdir()  # somebody else's
+    _export_again(old)
+    assert sorted(path.name for path in old.parent.iterdir()) == [".out.partial-notes", "out"]
+
+
+def test_a_living_writer_keeps_what_it_has(tmp_path: Path) -> None:
+    with AtomicDirectory(tmp_path / "out", needed=1, overwrite=True) as first:
+        first.write("a", [b"1"])
+        with AtomicDirectory(tmp_path / "out", needed=1, overwrite=True) as second:
+            second.write("b", [b"2"])
+        first.write("c", [b"3"])
+    assert _snapshot(tmp_path / "out") == {"a": b"1", "c": b"3"}
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_directories_that_cannot_be_locked_are_never_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    other = tmp_path / ".out.partial-0123456789ab"
+    other.mkdir()
+    with AtomicDirectory(tmp_path / "out", needed=1) as target:
+        target.write("a", [b"1"])
+    assert other.exists()
+    assert (tmp_path / "out" / "a").read_bytes() == b"1"
 
 
 def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

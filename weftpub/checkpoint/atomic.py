@@ -4,11 +4,18 @@ Files are written into a hidden sibling of the target, each one fsynced, then th
 Whatever fails before the rename leaves the target as it was and no file of ours behind. An existing target is exchanged
 with the new directory in one system call where the kernel and the file system can (Linux renameat2), else moved aside
 and restored if the second rename fails.
+
+A process that is killed leaves its sibling. The writer holds a lock on it, so the next one for the same target knows it
+for abandoned, and removes it first. Where directories cannot be locked, as on some network file systems, nothing is
+removed.
 """
 
+import contextlib
 import ctypes
 import errno
+import fcntl
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterable
@@ -42,7 +49,8 @@ class AtomicDirectory:
         self.target = Path(os.path.realpath(target))
         self._needed = needed
         self._overwrite = overwrite
-        self._partial = self.target.parent / f".{self.target.name}.partial-{secrets.token_hex(6)}"
+        self._partial = self._new_name()
+        self._lock: int | None = None
 
     def __enter__(self) -> Self:
         if self.target.exists() and not self._overwrite:
@@ -51,13 +59,42 @@ class AtomicDirectory:
             raise CheckpointError(f"{self.target}: is a file, and only a directory is ever replaced; move it away")
         try:
             self.target.parent.mkdir(parents=True, exist_ok=True)
+            self._sweep()
             free = shutil.disk_usage(self.target.parent).free
             if free < self._needed:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            self._partial.mkdir()
+            self._make_partial()
         except OSError as error:
             raise self._failure(self.target, error) from error
         return self
+
+    def _new_name(self) -> Path:
+        return self.target.parent / f".{self.target.name}.partial-{secrets.token_hex(6)}"
+
+    def _make_partial(self) -> None:
+        """Make the sibling and lock it. A sweeper that sees it before the lock may remove it: then make another."""
+        while self._lock is None:
+            self._partial.mkdir()
+            handle = os.open(self._partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            if _try_lock(handle) is not False and self._partial.exists():
+                self._lock = handle
+            else:
+                os.close(handle)
+                self._partial = self._new_name()
+
+    def _sweep(self) -> None:
+        """Remove siblings whose writers were killed."""
+        ours = re.compile(re.escape(f".{self.target.name}.partial-") + "[0-9a-f]{12}")
+        for path in self.target.parent.iterdir():
+            if ours.fullmatch(path.name) is None:
+                continue
+            with contextlib.suppress(OSError):  # gone meanwhile, or of another user
+                handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                try:
+                    if _try_lock(handle):
+                        shutil.rmtree(path, ignore_errors=True)
+                finally:
+                    os.close(handle)
 
     def write(self, name: str, chunks: Iterable[Chunk]) -> None:
         """Write one file from `chunks`, in order, and fsync it. An error raised by `chunks` itself passes through."""
@@ -81,6 +118,9 @@ class AtomicDirectory:
                 self._commit()
         finally:
             shutil.rmtree(self._partial, ignore_errors=True)
+            if self._lock is not None:
+                os.close(self._lock)
+                self._lock = None
 
     def _commit(self) -> None:
         self._fsync_directory(self._partial)
@@ -128,6 +168,17 @@ class AtomicDirectory:
 
     def _existing_parent(self) -> Path:
         return next(parent for parent in self.target.parents if parent.exists())
+
+
+def _try_lock(handle: int) -> bool | None:
+    """Whether this process has the lock now; None where the file system has no locks for directories."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
 
 
 def _replace_directory(new: Path, target: Path) -> None:
