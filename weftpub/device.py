@@ -42,7 +42,10 @@ def resolve_device(device: torch.device | str | int | None = None) -> torch.devi
     """
     if device is None:
         return default_device()
-    wanted = torch.device(device)
+    try:
+        wanted = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device {device!r} is none that torch knows; use 'cpu', 'cuda' or 'cuda:<index>'") from error
     if wanted.type == "cpu":
         return torch.device("cpu")
     if wanted.type != "cuda":

@@ -1,5 +1,7 @@
 """What one run of the demo is asked to do, and the shape of the model that it makes when it is given none."""
 
+import math
+import os
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from importlib.resources import files
@@ -9,6 +11,9 @@ from typing import Any
 from weftpub.errors import ConfigError
 
 __all__ = ["DemoConfig", "Device", "ModelShape", "OptimizerName", "Variant", "shipped_text"]
+
+
+_DAY_S = 86_400.0
 
 
 class Variant(StrEnum):
@@ -96,8 +101,13 @@ class DemoConfig:
             raise ConfigError(f"--text {self.text} is not a file")
         if self.model is not None and not (self.model / "config.json").is_file():
             raise ConfigError(f"--model {self.model} holds no config.json; give a Hugging Face checkpoint directory")
-        if self.limit_s <= 0:
-            raise ConfigError(f"--limit is {self.limit_s} s; every wait needs a positive deadline")
+        if not 0 < self.limit_s < _DAY_S:
+            raise ConfigError(f"--limit is {self.limit_s} s; every wait needs a deadline above 0 and below a day")
+        if self.lr is not None and not 0 <= self.lr < math.inf:
+            raise ConfigError(f"--lr is {self.lr}; a learning rate is a finite number from 0")
+        above = next(folder for folder in (self.out, *self.out.absolute().parents) if os.path.lexists(folder))
+        if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+            raise ConfigError(f"--out {self.out}: {above} is no directory that can be written to; give another one")
         self.shape.check()
 
     def plain(self) -> dict[str, Any]:

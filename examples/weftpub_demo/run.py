@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from weftpub.errors import ConfigError, WeftpubError
+from weftpub.store import check_preset
 from weftpub_demo import cpu_megatron
 from weftpub_demo.checkpoint import read_shape, write_checkpoint
 from weftpub_demo.checks import CheckBook
@@ -97,6 +98,9 @@ def run(config: DemoConfig, progress: Progress) -> Report:
 
 def _steps(record: _Record, progress: Progress, stack: ExitStack) -> None:
     config, book = record.config, record.book
+    record.device = device = _device(config.device)
+    if config.variant is Variant.FP8:
+        check_preset(config.preset, torch.device(device))  # before the minute that the systems take to load
     config.work.mkdir(parents=True, exist_ok=True)
     model = config.model
     if model is None:
@@ -105,7 +109,6 @@ def _steps(record: _Record, progress: Progress, stack: ExitStack) -> None:
     record.shape = shape = read_shape(model)
     text = shipped_text() if config.text is None else config.text.read_bytes()
     corpus = ByteCorpus(text, batch=config.batch, sequence=config.sequence, seed=config.seed)
-    record.device = device = _device(config.device)
     receivers = stack.enter_context(
         start_receivers(
             model,

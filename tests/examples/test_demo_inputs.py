@@ -8,10 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import weftpub_demo.run as demo_run
 from weftpub.errors import ConfigError
 from weftpub_demo.checkpoint import hf_config, read_shape, tensor_shapes, write_checkpoint
-from weftpub_demo.config import DemoConfig, ModelShape, shipped_text
+from weftpub_demo.config import DemoConfig, Device, ModelShape, shipped_text
 from weftpub_demo.corpus import ByteCorpus
+from weftpub_demo.progress import Progress
 
 SMALL = ModelShape(hidden=128, expert_intermediate=128, heads=2, kv_heads=2, head_dim=64)
 
@@ -110,11 +112,34 @@ def test_the_shipped_text_is_plain_prose_of_a_useful_size() -> None:
         ({"steps": 4}, "--steps is 4"),
         ({"text": Path("no-such-file")}, "--text no-such-file is not a file"),
         ({"model": Path("no-such-directory")}, "no config.json"),
-        ({"limit_s": 0.0}, "positive deadline"),
+        ({"limit_s": 0.0}, "--limit is 0"),
+        ({"limit_s": float("nan")}, "--limit is nan"),
+        ({"limit_s": float("inf")}, "--limit is inf"),
+        ({"lr": float("nan")}, "--lr is nan"),
+        ({"lr": -1.0}, r"--lr is -1\.0"),
+        ({"out": Path(__file__)}, "no directory that can be written to"),
+        ({"out": Path(__file__) / "below"}, "no directory that can be written to"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(tmp_path: Path, change: dict, message: str) -> None:
+    """A deadline of nan was found out a minute later, an output folder that is a file by a traceback at the end."""
     config = DemoConfig(out=tmp_path)
     config.check()
     with pytest.raises(ConfigError, match=message):
         replace(config, **change).check()
+
+
+@pytest.mark.parametrize(
+    ("preset", "message"),
+    [("nothing", "no preset is named 'nothing'"), ("hf", "may not be published"), ("slime", "runs on a GPU only")],
+)
+def test_a_preset_that_cannot_work_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: str, message: str
+) -> None:
+    """It was found out by the store, after the receivers had been started and Megatron-core loaded."""
+    monkeypatch.setattr(demo_run, "start_receivers", lambda *_, **__: pytest.fail("receivers were started"))
+    monkeypatch.setattr(demo_run, "draw", lambda *_: None)
+    config = DemoConfig(out=tmp_path, preset=preset, device=Device.CPU)
+    report = demo_run.run(config, Progress("", 1))
+    assert not report.ok
+    assert message in report.result

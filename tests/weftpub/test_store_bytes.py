@@ -137,8 +137,11 @@ def test_bf16_store_takes_an_intermediate_that_no_block_divides() -> None:
     ("settings", "message"),
     [
         ({"intermediate": 192}, r"192 is not a multiple of 128.*128 or 256"),
-        ({"intermediate": 100}, r"100 is not a multiple"),
-        ({"hidden": 0}, "at least 1"),
+        ({"intermediate": 100}, r"100 is not a multiple.*use 128, or format"),
+        ({"hidden": 0}, "whole numbers from 1"),
+        ({"hidden": 256.0}, r"whole numbers from 1, found 256\.0"),
+        ({"layers": (0.5,)}, "distinct indices"),
+        ({"device": "nope"}, "device 'nope' is none that torch knows"),
         ({"experts": []}, "distinct indices"),
         ({"experts": [1, 1]}, "distinct indices"),
         ({"layers": [-1]}, "distinct indices"),

@@ -1,5 +1,6 @@
 """The expert store: one generation of W, W^T and scales, in memory it was given."""
 
+from weftpub.store.encode import check_preset
 from weftpub.store.guard import StoreState
 from weftpub.store.layout import CanonicalEntry, LayerStore, MatrixView, StoreLayout
 from weftpub.store.report import SealReport, Step, StoreWriter
@@ -15,4 +16,5 @@ __all__ = [
     "StoreLayout",
     "StoreState",
     "StoreWriter",
+    "check_preset",
 ]

@@ -19,7 +19,7 @@ from weftpub_kernels import (
 )
 from weftpub_kernels.recipe import TILE_PARTS
 
-__all__ = ["Encoder", "make_encoder"]
+__all__ = ["Encoder", "check_preset", "make_encoder"]
 
 _DEFAULT_PRESET = "te_fp32"
 
@@ -57,16 +57,26 @@ def make_encoder(layout: StoreLayout, preset: str | None, device: torch.device) 
         if preset is not None:
             raise ConfigError(f"preset {preset!r}: format 'bf16' has no quantizer; leave it out, or use format='fp8'")
         return _Bf16Encoder(layout, device)
+    name = check_preset(preset, device)
+    for projection in BUFFERS:
+        PRESETS[name].check_shape(*layout.shape(projection))
+    return _Fp8Encoder(name, layout, device)
+
+
+def check_preset(preset: str | None, device: torch.device) -> str:
+    """The name of the preset, te_fp32 for None, if an FP8 store on `device` can use it.
+
+    Raises:
+        ConfigError: its source is not FP32, or this device cannot run it exactly.
+        UnknownPresetError, UnfitPresetError (weftpub_kernels): not known, or not fit for publishing.
+    """
     name = _DEFAULT_PRESET if preset is None else preset
-    require_publishable(name)
-    recipe = PRESETS[name]
+    recipe = require_publishable(name)
     if recipe.input_dtype != torch.float32:
         raise ConfigError(f"preset {name!r} quantizes {recipe.input_dtype}, masters are float32; use 'te_fp32'")
     if device.type == "cpu" and not recipe.ieee:
         raise ConfigError(f"preset {name!r} has approximate operators and runs on a GPU only; use 'te_fp32' here")
-    for projection in BUFFERS:
-        recipe.check_shape(*layout.shape(projection))
-    return _Fp8Encoder(name, layout, device)
+    return name
 
 
 class _Fp8Encoder:

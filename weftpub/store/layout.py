@@ -112,18 +112,21 @@ class StoreLayout:
 
     def __post_init__(self) -> None:
         for what, ids in (("layers", self.layers), ("experts", self.experts)):
-            if not ids or len(set(ids)) != len(ids) or min(ids) < 0:
+            if not ids or len(set(ids)) != len(ids) or any(type(i) is not int or i < 0 for i in ids):
                 raise ConfigError(f"{what}: expected distinct indices from 0, found {list(ids)}")
-        if self.hidden < 1 or self.intermediate < 1:
-            raise ConfigError(f"hidden and intermediate are at least 1, found {self.hidden} and {self.intermediate}")
+        if any(type(size) is not int or size < 1 for size in (self.hidden, self.intermediate)):
+            raise ConfigError(
+                f"hidden and intermediate are whole numbers from 1, found {self.hidden!r} and {self.intermediate!r}"
+            )
         if self.format not in ("fp8", "bf16"):
             raise ConfigError(f"format: expected 'fp8' or 'bf16', found {self.format!r}")
         if self.format == "fp8" and self.intermediate % BLOCK:
             # A block would lie across gate and up, and engines refuse the shape.
             below, above = self.intermediate // BLOCK * BLOCK, -(-self.intermediate // BLOCK) * BLOCK
+            sizes = f"{below} or {above}" if below else f"{above}"
             raise ConfigError(
                 f"intermediate {self.intermediate} is not a multiple of {BLOCK}: a block would hold rows of both gate "
-                f"and up; use {below or above} or {above}, or format='bf16'"
+                f"and up; use {sizes}, or format='bf16'"
             )
 
     @property
