@@ -225,6 +225,16 @@ def test_wrong_sources_send_nothing(room: Room, change: Callable[[dict], object]
     publisher.publish(1, SMALL.sources(0, 1))
 
 
+@pytest.mark.parametrize("version", [-1, 1.5, "1", True, 2**63, None])
+def test_a_version_is_a_whole_number(room: Room, version: object) -> None:
+    """A version that came as text from a command line was refused by every receiver for its digest, as if the manifest
+    had been damaged on the way; others ended in a validation error of the message library."""
+    publisher = room.publisher()
+    with pytest.raises(ConfigError, match="whole number from 0"):
+        publisher.publish(version, SMALL.sources(0, 1))  # pyright: ignore[reportArgumentType]
+    assert states(publisher) == ["serving", "serving"]
+
+
 def test_scale_bits_arrive_as_they_are(room: Room) -> None:
     sources = SMALL.sources(0, 1)
     name = GATE + "_scale_inv"
@@ -644,3 +654,5 @@ def test_sha256_that_differ_are_named() -> None:
     other = ["b" * 64, *same[1:]]
     with pytest.raises(ChecksumError, match=f"sha256 of 1 tensors differs.*{table.describe(0)}"):
         compare_sha256({0: table}, {0: other}, [{"0": same}])
+    with pytest.raises(ChecksumError, match="returned 5 sha256 for its 6 pieces"):
+        compare_sha256({0: table}, {0: same[1:]}, [{"0": same}])

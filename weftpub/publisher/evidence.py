@@ -83,6 +83,11 @@ def compare_sha256(
     differing: list[str] = []
     for receiver, found in served.items():
         table = tables[receiver]
+        if len(found) != len(table.pieces):
+            raise ChecksumError(
+                f"receiver rank {receiver} returned {len(found)} sha256 for its {len(table.pieces)} pieces; do both "
+                "sides run the same release?"
+            )
         for sender, indices in senders_of(table).items():
             for index, expected in zip(indices, sent[sender][str(receiver)], strict=True):
                 name = table.describe(index)

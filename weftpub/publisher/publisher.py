@@ -164,7 +164,7 @@ class Publisher:
         """Put a version into every engine.
 
         Args:
-            version: its number, not below the version that an engine holds.
+            version: its number from 0, not below the version that an engine holds.
             sources: this rank's tensors, by canonical name. Nothing may write to them until this returns.
             checksums: checksums that are known already (the quantizer emits them), by canonical name, of whole local
                 tensors, all of them in `sources`. The others are computed.
@@ -252,6 +252,7 @@ class Publisher:
         """Compute checksums, prove replicas equal, and begin on every receiver; the nonce of the publish."""
 
         def work() -> Any:
+            _check_version(version)
             with clock.phase("checksum"):
                 self._sender.bind(plan, as_buffers(sources), version)
                 return self._sender.checksums(known)
@@ -431,6 +432,11 @@ class _Progress:
         if self.manifest is None:
             raise StateError("nothing was announced")
         return self.manifest
+
+
+def _check_version(version: int) -> None:
+    if type(version) is not int or not 0 <= version < 1 << 63:
+        raise ConfigError(f"version {version!r}: expected a whole number from 0, of at most 63 bits")
 
 
 def _check_settings(run_id: str, peers: Sequence[Peer], max_staging_bytes: int, policy: str) -> None:
