@@ -1,8 +1,8 @@
 """Every error that weftpub raises on purpose.
 
 An error names the tensor or peer, what was expected, what was found and the remedy. Errors about what a user passed in
-are also ``ValueError``; deadlines are also ``TimeoutError``, so that callers who know only the standard library can catch
-them.
+are also ``ValueError``; deadlines are also ``TimeoutError``, so that callers who know only the standard library can
+catch them.
 """
 
 __all__ = [
