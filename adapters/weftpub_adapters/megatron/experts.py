@@ -16,7 +16,7 @@ from weftpub.masters import ExpertMatrix
 from weftpub_adapters.megatron.linear import StoreLinear, StoreMatrix, StoreReader
 from weftpub_adapters.megatron.names import expert_of, plain_name
 
-__all__ = ["ExpertAttachment", "expert_parameters", "first_expert"]
+__all__ = ["ExpertAttachment", "StoreProduct", "expert_parameters", "first_expert"]
 
 
 def first_expert(model: Any) -> int:
@@ -37,8 +37,8 @@ def expert_parameters(model: Any, first: int) -> Iterator[tuple[ExpertMatrix, to
             yield matrix, parameter
 
 
-class _StoreForward:
-    """Replaces `_forward_impl` of one expert linear: same call, the store's bytes instead of `weight`."""
+class StoreProduct:
+    """Stands for a parallel linear's `_forward_impl`: same call, the store's bytes instead of `weight`."""
 
     def __init__(self, weight: StoreMatrix) -> None:
         self._weight = weight
@@ -80,7 +80,7 @@ class ExpertAttachment:
         if not self._attached:
             raise ConfigError("the model has no SequentialMLP expert weights to attach; set moe_grouped_gemm=False")
         for item in self._attached:
-            item.linear._forward_impl = _StoreForward(StoreMatrix(store, item.matrix))
+            item.linear._forward_impl = StoreProduct(StoreMatrix(store, item.matrix))
             item.parameter.untyped_storage().resize_(0)
         self._open = True
 

@@ -4,13 +4,12 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import torch
-
 from weftpub.errors import ConfigError
 from weftpub.store import ExpertStore
 from weftpub_adapters.megatron.attached.selection import ExpertLayer
 from weftpub_adapters.megatron.attached.variants import AttachSettings
-from weftpub_adapters.megatron.linear import StoreLinear, StoreMatrix
+from weftpub_adapters.megatron.experts import StoreProduct
+from weftpub_adapters.megatron.linear import StoreMatrix
 
 __all__ = ["ExpertForward", "connect_experts"]
 
@@ -69,11 +68,11 @@ class _SequentialForward:
     def __init__(self, layer: ExpertLayer, store: ExpertStore) -> None:
         self._linears: list[Any] = []
         for item in layer.parameters:
-            if "_forward_impl" in vars(item.linear) and isinstance(item.linear._forward_impl, _StoreProduct):
+            if "_forward_impl" in vars(item.linear) and isinstance(item.linear._forward_impl, StoreProduct):
                 raise ConfigError(f"{item.matrix.name}: already attached to a store; close that attachment first")
         for item in layer.parameters:
             self._linears.append((item.linear, vars(item.linear).get("_forward_impl")))
-            item.linear._forward_impl = _StoreProduct(StoreMatrix(store, item.matrix))
+            item.linear._forward_impl = StoreProduct(StoreMatrix(store, item.matrix))
 
     def refresh(self) -> None:
         """Nothing is kept: every product reads the store."""
@@ -84,17 +83,3 @@ class _SequentialForward:
                 del linear._forward_impl
             else:
                 linear._forward_impl = before
-
-
-class _StoreProduct:
-    """Stands for a parallel linear's `_forward_impl`: same call, the store's bytes instead of `weight`."""
-
-    def __init__(self, weight: StoreMatrix) -> None:
-        self._weight = weight
-
-    def __call__(
-        self, input: torch.Tensor, weight: torch.nn.Parameter, bias: torch.Tensor | None = None, **_: Any
-    ) -> torch.Tensor:
-        if bias is not None:
-            raise ConfigError(f"{self._weight.matrix.name}: expert biases are not supported; set add_bias_linear=False")
-        return StoreLinear.apply(input, weight, self._weight)
