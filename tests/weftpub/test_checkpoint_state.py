@@ -387,8 +387,10 @@ def test_tree_refuses_what_it_did_not_make() -> None:
 
 
 def test_tensors_of_equal_paths_stay_apart() -> None:
-    tree = {"a/b": torch.tensor(1), "a": {"b": torch.tensor(2)}}
+    """The second of two tensors with one path got a number behind it, which a third could have in its own name: it was
+    replaced, and one of the two states came back as the other."""
+    tree = {"a/b~2": torch.tensor(0), "a/b~": torch.tensor(3), "a/b": torch.tensor(1), "a": {"b": torch.tensor(2)}}
     data, tensors = flatten(tree, "root")
-    assert len(tensors) == 2
+    assert len(tensors) == 4
     again = unflatten(json.loads(json.dumps(data)), tensors)
     assert again == tree

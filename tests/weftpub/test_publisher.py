@@ -542,14 +542,31 @@ class TestDriver:
         for engine in room.engines:
             assert_serves(engine, 1)
 
-    def test_a_record_that_cannot_be_written_commits_nothing(self, room: Room) -> None:
-        blocked = room.folder / "file"
-        blocked.write_text("")
-        publisher = room.publisher(commit_path=blocked / "commit.json")
+    @pytest.mark.parametrize("place", ["file/commit.json", "folder"])
+    def test_a_place_where_no_record_can_be_written_is_seen_first(self, room: Room, place: str) -> None:
+        """A mistyped commit path was found out at the very end of a publish, when every engine held new bytes that
+        could not be committed: all of them were torn, over and over."""
+        (room.folder / "file").write_text("")
+        (room.folder / "folder").mkdir()
+        publisher = room.publisher(commit_path=room.folder / place)
+        with pytest.raises(CheckpointError, match=r"could not be written there .*nothing was sent"):
+            publisher.publish(1, SMALL.sources(0, 1))
+        assert states(publisher) == ["serving", "serving"]
+        for engine in room.engines:
+            assert_serves(engine, 0)
+            assert "pause" not in engine.calls
+
+    def test_a_record_that_cannot_be_written_commits_nothing(self, room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        publisher = room.publisher()
+        monkeypatch.setattr("os.replace", full)
         with pytest.raises(CheckpointError, match=r"cannot be written .*version 1 is not committed"):
             publisher.publish(1, SMALL.sources(0, 1))
         assert [e.version for e in room.engines] == [0, 0]
         assert states(publisher) == ["torn", "torn"]
+        assert not list(room.folder.glob(".commit*"))
 
     def test_a_record_of_another_run(self, room: Room) -> None:
         room.publisher().publish(1, SMALL.sources(0, 1))

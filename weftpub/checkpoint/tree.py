@@ -32,7 +32,9 @@ def flatten(tree: object, root: str) -> tuple[Any, dict[str, torch.Tensor]]:
 
 def _flatten(node: object, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(node, torch.Tensor):
-        name = path if path not in tensors else f"{path}~{len(tensors)}"
+        name = path
+        while name in tensors:  # keys may hold slashes, so two places can spell one path
+            name += "~"
         tensors[name] = node
         return {"$tensor": name}
     if node is None or isinstance(node, bool | int | str):

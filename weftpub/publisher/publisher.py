@@ -225,6 +225,7 @@ class Publisher:
                 raise PlanError(
                     f"the plan has sender ranks up to {max(plan.senders)}, the group has {self._group.size} ranks"
                 )
+            self._require_commit_path()
             coordinator = self._lead_links()
             with clock.phase("hello"):
                 coordinator.meet()
@@ -338,6 +339,16 @@ class Publisher:
         """Take engines out that a sender rank had to leave out."""
         faults = {self._links[int(rank)]: as_error(0, data) for rank, data in left_out.items()}
         coordinator.settle({link: error for link, error in faults.items() if link.engine not in coordinator.failed})
+
+    def _require_commit_path(self) -> None:
+        """Before anybody is paused: a record that cannot be written at the end would tear every engine."""
+        try:
+            CommitRecord.require_writable(self._commit_path)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._commit_path}: a commit record could not be written there ({error}); nothing was sent, choose "
+                "another commit_path"
+            ) from error
 
     def _record(self, coordinator: Coordinator, manifest: Manifest) -> None:
         """The commit point."""

@@ -62,7 +62,7 @@ class FlatTensors:
 
     Args:
         tensors: the live tensors.
-        names: those that are used; PlanError if one is missing, or its memory was released.
+        names: those that are used; PlanError if one is missing, released, or on no CPU or GPU.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> None:
@@ -73,6 +73,11 @@ class FlatTensors:
             if tensor is None:
                 raise PlanError(
                     f"{name}: the plan uses this tensor, which is not there any more; describe and plan again"
+                )
+            if tensor.device.type not in ("cpu", "cuda") or tensor.layout is not torch.strided:
+                raise PlanError(
+                    f"{name}: {tensor.dtype} {list(tensor.shape)} is {tensor.layout} on {tensor.device}; expected a "
+                    "dense tensor on a CPU or GPU"
                 )
             if not has_storage(tensor):
                 # torch would quietly put new memory of undefined content behind it.

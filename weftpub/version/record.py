@@ -5,6 +5,7 @@ A crash leaves either the old record or the new one, never half of one: the text
 folder, is fsynced, renamed over the record, and the folder is fsynced too.
 """
 
+import errno
 import os
 import tempfile
 from pathlib import Path
@@ -52,6 +53,17 @@ class CommitRecord(BaseModel):
             os.fsync(folder)
         finally:
             os.close(folder)
+
+    @staticmethod
+    def require_writable(path: str | os.PathLike[str]) -> None:
+        """OSError unless a record can be written at `path` now, as far as that can be known before it is."""
+        target = Path(path)
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+        os.close(handle)
+        Path(temporary).unlink()
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "CommitRecord | None":

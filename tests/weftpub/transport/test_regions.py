@@ -126,3 +126,15 @@ def test_boxes_of_views() -> None:
 def test_elements_that_are_too_wide_are_refused() -> None:
     with pytest.raises(PlanError, match="16 bytes wide"):
         bits_dtype("complex128")
+
+
+def test_tensors_without_memory_are_refused() -> None:
+    """A released source was published: torch quietly put new memory of undefined content behind it when its bytes were
+    viewed, and the checksums, computed of the same memory, agreed."""
+    released = torch.ones(4, 4)
+    released.untyped_storage().resize_(0)
+    with pytest.raises(PlanError, match=r"a: .* has no memory behind it, it was released"):
+        FlatTensors({"a": released}, ["a"])
+    for other in (torch.ones(4, 4, device="meta"), torch.eye(4).to_sparse()):
+        with pytest.raises(PlanError, match=r"a: .* expected a dense tensor on a CPU or GPU"):
+            FlatTensors({"a": other}, ["a"])
