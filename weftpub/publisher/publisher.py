@@ -3,9 +3,8 @@
 The steps, each agreed on by all sender ranks:
 
     open       rank 0 greets every receiver, gives it its part of the plan and pauses it
-    announce   every rank computes checksums of what it sends; replicas are proven equal; rank 0 begins on every
-    receiver deliver    every rank sends its pieces; rank 0 has every receiver verify, writes the commit record,
-    commits, resumes
+    announce   every rank computes checksums of what it sends; replicas are proven equal; rank 0 begins everywhere
+    deliver    every rank sends its pieces; rank 0 has every receiver verify, writes the commit record, commits, resumes
 
 A failure before the commit record aborts on every receiver: those that lost nothing serve their old version again, the
 others are torn and fenced. After the record nothing is aborted; `recover` finishes.
