@@ -8,7 +8,7 @@ import torch
 from checkpoints import write_checkpoint
 from megatron_support import batch, dequantized, megatron_ready
 
-from weftpub.checkpoint import load_state, save_state
+from weftpub.checkpoint import save_state
 from weftpub.errors import ConfigError, NonFiniteGradientError, StateError, TornError
 from weftpub.optim import AdamWHyperparameters, MuonHyperparameters
 from weftpub_kernels import NonFiniteError
@@ -195,8 +195,7 @@ def test_a_master_that_is_not_finite_tears_all_and_a_checkpoint_recovers(checkpo
         trainer.forward_backward(*batch(2, 16, 500))
     with pytest.raises(TornError):
         trainer.close()
-    load_state(tmp_path / "state", optimizers=trainer.optimizers, store=trainer.store)
-    trainer.refresh_parameters()
+    trainer.load(tmp_path / "state")
     assert trainer.store.sha256() == expected
     train(trainer, 1)
     assert trainer.store.generation == 2
@@ -222,8 +221,7 @@ def test_a_dense_master_that_is_not_finite_is_never_published(
         trainer.step()
     with pytest.raises(TornError):
         next(trainer.store.canonical())
-    load_state(tmp_path / "state", optimizers=trainer.optimizers, store=trainer.store)
-    trainer.refresh_parameters()
+    trainer.load(tmp_path / "state")
     assert trainer.store.sha256() == expected
     train(trainer, 1)
     assert trainer.store.generation == 2
@@ -238,8 +236,7 @@ def test_a_resumed_trainer_makes_the_same_bytes(
     save_state(tmp_path / "state", optimizers=first.optimizers, store=first.store, version=2)
     train(first, 2, seed=1)
     second = make(checkpoint, muon=muon)
-    load_state(tmp_path / "state", optimizers=second.optimizers, store=second.store)
-    second.refresh_parameters()
+    assert second.load(tmp_path / "state").version == 2
     train(second, 2, seed=1)
     assert second.store.generation == first.store.generation == 4
     assert second.store.sha256() == first.store.sha256()

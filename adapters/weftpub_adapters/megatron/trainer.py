@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from weftpub.checkpoint import LazyTensors
+from weftpub.checkpoint import LazyTensors, SavedState, load_state
 from weftpub.errors import ConfigError, StateError
 from weftpub.masters import MasterSet, find_nonfinite
 from weftpub.optim import (
@@ -221,9 +221,22 @@ class MegatronTrainer:
             )
         return TrainerStep(generation, clip, updates, writing.report)
 
+    def load(self, directory: Path | str) -> SavedState:
+        """Take over what `weftpub.checkpoint.save_state` wrote of `optimizers` and `store`, dense parameters of the
+        model included. Resumes a run, and is all that a torn trainer needs.
+
+        Raises:
+            CheckpointError, ChecksumError, ConfigError: damaged, or of another trainer. StateError: the trainer was
+                closed.
+        """
+        self._require_open("load")
+        saved = load_state(directory, optimizers=self.optimizers, store=self.store)
+        self.refresh_parameters()
+        return saved
+
     @torch.no_grad()
     def refresh_parameters(self) -> None:
-        """Copy the masters of all dense parameters into the model; call it after `weftpub.checkpoint.load_state`."""
+        """Copy the masters of all dense parameters into the model, after the masters were changed from outside."""
         masters = self.masters
         for name, parameter in self._trained().items():
             if name not in self._experts:
