@@ -13,6 +13,8 @@ from weftpub_adapters.sglang import build_model, describe_model, quantization_co
 
 pytestmark = pytest.mark.isolated("sglang")
 
+_SCHEME = quantization_config(2)
+
 
 def describe(name: str) -> list[EngineDescription]:
     layout = LAYOUTS[name]
@@ -135,6 +137,11 @@ def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch, found: str)
         ({"architectures": ["LlamaForCausalLM"]}, {}, ConfigError, "LlamaForCausalLM"),
         ({"mlp_only_layers": [1]}, {}, ConfigError, "dense layers"),
         ({"quantization_config": {"quant_method": "fp8"}}, {"format": "bf16"}, ConfigError, "quantization_config"),
+        ({"moe_intermediate_size": 192}, {}, ConfigError, "192 is not a multiple of 128"),
+        ({"num_attention_heads": 4}, {"tp_size": 8, "ep_size": 8}, ConfigError, "4 cannot be split over 8 ranks"),
+        ({"quantization_config": {"quant_method": "fp8"}}, {}, ConfigError, "expected activation_scheme 'dynamic'"),
+        ({"quantization_config": "fp8"}, {}, ConfigError, "quantization_config: expected"),
+        ({"quantization_config": {**_SCHEME, "weight_block_size": [64, 64]}}, {}, ConfigError, r"\[64, 64\]"),
     ],
 )
 def test_requests_that_cannot_be_served_are_refused(

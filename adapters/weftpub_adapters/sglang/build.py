@@ -176,12 +176,36 @@ def _check_request(config: Mapping[str, Any], tp: int, ep: int, rank: int, atten
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
         raise ConfigError("dense layers among the sparse ones are not supported (mlp_only_layers, decoder_sparse_step)")
     if format == "fp8":
+        _check_quantization(config)
         require_legal_tp(config["moe_intermediate_size"], tp // ep, experts=experts, name="moe_intermediate_size")
     elif config["moe_intermediate_size"] % (tp // ep):
         raise PlanError(
             f"moe_intermediate_size {config['moe_intermediate_size']} is not a multiple of expert tensor "
             f"parallel size {tp // ep}"
         )
+    heads, attention_tp = config.get("num_attention_heads") or 0, tp // attention_dp
+    if not heads or heads % attention_tp:
+        raise ConfigError(
+            f"num_attention_heads {heads} cannot be split over {attention_tp} ranks (tp_size {tp} / attention_dp "
+            f"{attention_dp}); choose a divisor, or more attention_dp"
+        )
+
+
+def _check_quantization(config: Mapping[str, Any]) -> None:
+    """ConfigError for what SGLang itself refuses later, with less to go by."""
+    if config["moe_intermediate_size"] % _BLOCK:
+        raise ConfigError(
+            f"moe_intermediate_size {config['moe_intermediate_size']} is not a multiple of {_BLOCK}: SGLang takes no "
+            "ragged block of gate and up; pad the model's experts, or use format='bf16'"
+        )
+    found = config.get("quantization_config") or quantization_config(0)
+    for key in ("quant_method", "activation_scheme", "weight_block_size"):
+        expected = quantization_config(0)[key]
+        if not isinstance(found, Mapping) or found.get(key) != expected:
+            value = found.get(key) if isinstance(found, Mapping) else found
+            raise ConfigError(
+                f"quantization_config: expected {key} {expected!r}, found {value!r}; export the model anew"
+            )
 
 
 def _require_cuda_code_path() -> None:
