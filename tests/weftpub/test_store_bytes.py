@@ -1,6 +1,7 @@
 """The bytes: SGLang's layout, what the quantizer made of the FP32 master, W^T, the share that changed, checksums."""
 
 import hashlib
+from typing import Any
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_support import fill, make_masters, make_store, published, same_bytes
 
+from weftpub.allocator import TorchAllocator
 from weftpub.errors import ChecksumError, ConfigError, GenerationError
 from weftpub.masters import ExpertMatrix
+from weftpub.store import ExpertStore
 from weftpub_kernels import (
     PRESETS,
     KernelError,
@@ -332,3 +335,18 @@ def test_publishing_reads_views_and_never_copies() -> None:
     assert {item.tensor.untyped_storage().data_ptr() for item in store.canonical()} == storages
     first, second = [i.tensor for i in store.canonical()], [i.tensor for i in store.canonical()]
     assert all(a is b for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("wrong", ["shape", "strides"])
+def test_an_allocator_that_gives_something_else_is_refused(wrong: str) -> None:
+    """An allocator gave rows with gaps between them. The store filled them, but what it published as one dense tensor
+    was not."""
+
+    class Allocator(TorchAllocator):
+        def allocate(self, name: str, shape: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+            if wrong == "shape":
+                return super().allocate(name, (1,), dtype, device)
+            return super().allocate(name, (*shape[:-1], 2 * shape[-1]), dtype, device)[..., : shape[-1]]
+
+    with pytest.raises(ConfigError, match=r"layers\.0\.w13: expected a contiguous .* from the allocator"):
+        ExpertStore((0,), (0,), 128, 128, allocator=Allocator())

@@ -46,6 +46,12 @@ def test_generations_are_whole_numbers(generation: object) -> None:
     with pytest.raises(ConfigError, match="whole numbers from 0"):
         store.begin(generation)  # pyright: ignore[reportArgumentType]
     assert store.state is StoreState.EMPTY
+    fill(store, 0)
+    saved = {item.name: item.tensor.clone() for item in store.canonical()}
+    with pytest.raises(ConfigError, match="whole numbers from 0"):
+        store.load(generation, saved)  # pyright: ignore[reportArgumentType]
+    assert store.generation == 0
+    store.verify()
 
 
 def test_nothing_can_be_read_while_a_generation_is_written() -> None:

@@ -8,7 +8,7 @@ import torch
 
 from weftpub.allocator import Allocator
 from weftpub.device import pinned
-from weftpub.errors import StateError
+from weftpub.errors import ConfigError, StateError
 from weftpub.store.layout import BUFFERS, LayerStore, MatrixView, StoreLayout, Wt
 
 __all__ = ["StoreMemory"]
@@ -110,6 +110,11 @@ class StoreMemory:
         buffers: dict[str, torch.Tensor] = {}
         for name, (shape, dtype) in shapes.items():
             tensor = self._allocator.allocate(f"{prefix}.{name}", shape, dtype, self.device)
+            if tuple(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+                raise ConfigError(
+                    f"{prefix}.{name}: expected a contiguous {dtype} {list(shape)} from the allocator, found "
+                    f"{tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()}; see weftpub.allocator"
+                )
             self._names[id(tensor)] = f"{prefix}.{name}"
             buffers[name] = tensor
         return buffers

@@ -147,8 +147,7 @@ class ExpertStore:
             GenerationError: not greater than the sealed one. StateError: one is being written, or the memory is
                 offloaded. TornError: load a checkpoint first. DeadlineError: names the readers that did not end.
         """
-        if type(generation) is not int or not 0 <= generation < 1 << 63:
-            raise ConfigError(f"{self._name}: generations are whole numbers from 0, found {generation!r}")
+        self._require_number(generation)
         if recover:
             self._guard.begin_recovery(generation, timeout)
             self._ledger.forget(PARTS, _ALL)
@@ -249,10 +248,11 @@ class ExpertStore:
             checksums: what the bytes must have, checked on the device after the copy.
 
         Raises:
-            ConfigError: names, dtypes or shapes differ; nothing was changed.
+            ConfigError: names, dtypes or shapes differ, or the generation is no number; nothing was changed.
             ChecksumError: the bytes arrived changed; the store is torn.
             StateError: the memory is offloaded. DeadlineError: readers did not end.
         """
+        self._require_number(generation)
         check_saved(self._entries, tensors)
         self._guard.begin_recovery(generation)
         try:
@@ -459,6 +459,10 @@ class ExpertStore:
 
     def _compute_checksums(self) -> Mapping[str, int]:
         return MappingProxyType(read_checksums(self._canonical))
+
+    def _require_number(self, generation: int) -> None:
+        if type(generation) is not int or not 0 <= generation < 1 << 63:
+            raise ConfigError(f"{self._name}: generations are whole numbers from 0, found {generation!r}")
 
     def _position(self, layer: int) -> int:
         if layer not in self.layout.layers:
