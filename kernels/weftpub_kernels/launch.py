@@ -10,7 +10,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -205,7 +205,7 @@ def compile_kernel(
     tuning = variant.tuning
     wide = any(BLOCK * abs(a) + BLOCK * abs(b) >= 1 << 31 for a, b in (t.stride()[-2:] for t in (x, out.w, out.wt)))
     address = 0 if weights is None else weights.data_ptr()
-    switches = (variant.even, variant.check, variant.sums, wide, tuning.evict, tuning.cache, tuning.group)
+    switches = (variant.even, variant.check, variant.sums, wide, *astuple(tuning)[1:])
     constants = (address, 0, *x.shape[-2:], *strides, *variant.operators, *switches, COLUMNS_FIRST, ROWS_FIRST)
     dtypes = (x.dtype, out.w.dtype, out.wt.dtype, torch.float32, torch.float32, torch.int64, torch.int64)
     buffers = [_Pointer(dtype, variant.aligned) for dtype in dtypes]

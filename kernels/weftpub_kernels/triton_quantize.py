@@ -68,16 +68,17 @@ def quantize_tiles(
     FLOOR: gl.constexpr, SCALE: gl.constexpr, OVERFLOW: gl.constexpr, POW2: gl.constexpr, ZERO: gl.constexpr,
     INVERSE: gl.constexpr, CODE: gl.constexpr,
     EVEN: gl.constexpr, CHECK: gl.constexpr, SUMS: gl.constexpr, WIDE: gl.constexpr,
-    EVICT: gl.constexpr, CACHE: gl.constexpr, GROUP: gl.constexpr,
+    LOAD_CACHE: gl.constexpr, LOAD_EVICT: gl.constexpr, STORE_CACHE: gl.constexpr, STORE_EVICT: gl.constexpr,
     LAYOUT: gl.constexpr, LAYOUT_T: gl.constexpr,
 ):  # fmt: skip
-    """Quantize one block of matrix (program 2) of ``x [E, M, N]``.
+    """Quantize block (program 1, program 0) of matrix (program 2) of ``x [E, M, N]``.
 
     ``*_e``, ``*_m`` and ``*_n`` are element strides, ``record`` and ``base`` a NonFiniteMonitor's, ``weights`` the
-    address of fragments.sum_weights(N), ``zero`` is 0. ``EVICT``, ``CACHE`` and ``GROUP`` are how x is read, codes
-    are written and blocks follow each other (tuning.py).
+    address of fragments.sum_weights(N), ``zero`` is 0. ``LOAD_*`` and ``STORE_*`` are how x is read and codes
+    are written (tuning.py).
     """
-    mb, nb = _block(GROUP)
+    nb = gl.program_id(0).to(gl.int64)
+    mb = gl.program_id(1).to(gl.int64)
     e = gl.program_id(2).to(gl.int64)
     top = mb * 128
     left = nb * 128
@@ -87,7 +88,7 @@ def quantize_tiles(
     origin = x + (e * x_e + top * x_m + left * x_n)
     at = origin + rows[:, None] * x_m + columns[None, :] * x_n
     if EVEN:
-        tile = gl.load(at, eviction_policy=EVICT).to(gl.float32)
+        tile = gl.load(at, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(gl.float32)
     else:
         mask = ((top + rows) < M)[:, None] & ((left + columns) < N)[None, :]
         tile = gl.load(at, mask=mask, other=0.0).to(gl.float32)
@@ -105,42 +106,27 @@ def quantize_tiles(
     codes = _codes(scaled, zero, EVEN)
     at = w + (e * w_e + top * w_m + left * w_n) + rows[:, None] * w_m + columns[None, :] * w_n
     if EVEN:
-        gl.store(at, codes.to(gl.float8e4nv, bitcast=True), cache_modifier=CACHE)
+        gl.store(at, codes.to(gl.float8e4nv, bitcast=True), cache_modifier=STORE_CACHE, eviction_policy=STORE_EVICT)
     else:
         gl.store(at, codes.to(gl.float8e4nv, bitcast=True), mask=mask)
 
     turned = _turn(codes, LAYOUT_T)
+    if SUMS:  # before W^T is stored, so that its steps and these stores can fill each other's waits
+        parts = _warp_sums(turned, fragments)
+        gl.store(sums + (e * c_e + mb * c_m + nb * c_n) + gl.arange(0, 8, parts.type.layout), parts)
     rows_t, columns_t = _indices(LAYOUT_T, WIDE)
     at = wt + (e * wt_e + top * wt_m + left * wt_n) + rows_t[:, None] * wt_m + columns_t[None, :] * wt_n
     if EVEN:
-        gl.store(at, turned.to(gl.float8e4nv, bitcast=True), cache_modifier=CACHE)
+        gl.store(at, turned.to(gl.float8e4nv, bitcast=True), cache_modifier=STORE_CACHE, eviction_policy=STORE_EVICT)
     else:
         mask = ((top + rows_t) < M)[:, None] & ((left + columns_t) < N)[None, :]
         gl.store(at, turned.to(gl.float8e4nv, bitcast=True), mask=mask)
 
     gl.store(scale + (e * s_e + mb * s_m + nb * s_n), s)
     gl.store(scale_t + (e * st_e + nb * st_n + mb * st_m), s)
-    if SUMS:
-        parts = _warp_sums(turned, fragments)
-        gl.store(sums + (e * c_e + mb * c_m + nb * c_n) + gl.arange(0, 8, parts.type.layout), parts)
     if CHECK:
         if finite == 0:
             _note(origin, record, base + e * M * N, top, left, M, N, x_m, x_n, columns)
-
-
-@gluon.jit
-def _block(GROUP: gl.constexpr):
-    """Block row and column of this program, int64: row by row, or in bands of ``GROUP`` block rows column by column."""
-    if GROUP == 1:
-        mb, nb = gl.program_id(1), gl.program_id(0)
-    else:
-        blocks_across = gl.num_programs(0)
-        place = gl.program_id(1) * blocks_across + gl.program_id(0)
-        band = place // (GROUP * blocks_across) * GROUP
-        height = gl.minimum(gl.num_programs(1) - band, GROUP)
-        inside = place - band * blocks_across
-        mb, nb = band + inside % height, inside // height
-    return mb.to(gl.int64), nb.to(gl.int64)
 
 
 @gluon.jit

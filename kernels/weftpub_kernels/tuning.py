@@ -12,20 +12,20 @@ __all__ = ["ROWS", "Tuning", "choose"]
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """One way to compile: at most ``registers`` per thread (None: no limit), the load's eviction policy ("" or
-    "evict_first"), the stores' cache modifier ("" or ".cs"), and how many block rows a band has that is worked off
-    column by column, so that neighbours in W^T are written together (1: row by row)."""
+    """One way to compile: at most ``registers`` per thread (None: no limit), and Triton's cache modifiers and eviction
+    policies of the loads of x and of the stores of codes ("" is the default)."""
 
     registers: int | None = None
-    evict: str = ""
-    cache: str = ""
-    group: int = 1
+    load_cache: str = ""
+    load_evict: str = ""
+    store_cache: str = ""
+    store_evict: str = ""
 
 
 ROWS: list[tuple[float, Tuning]] = [
-    (1.0, Tuning(registers=None, evict="evict_first", cache="", group=1)),
-    (3.0, Tuning(registers=80, evict="evict_first", cache="", group=1)),
-    (float("inf"), Tuning(registers=None, evict="", cache=".cs", group=1)),
+    (1.0, Tuning(registers=None, load_cache="", load_evict="evict_first", store_cache=".cs", store_evict="")),
+    (3.0, Tuning(registers=80, load_cache="", load_evict="evict_first", store_cache="", store_evict="")),
+    (float("inf"), Tuning(registers=None, load_cache="", load_evict="", store_cache=".cs", store_evict="")),
 ]
 """(most programs per multiprocessor, tuning), ascending."""
 

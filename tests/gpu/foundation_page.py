@@ -12,6 +12,7 @@ from typing import Any
 LABELS = {
     "copy": "device copy",
     "weftpub": "weftpub",
+    "weftpub_unchecked": "weftpub without check and sums",
     "transformer_engine": "TransformerEngine",
     "torch": "eager torch",
     "torch_compile": "torch.compile",

@@ -76,12 +76,10 @@ class Quantizer:
             self.machine.run(program[::-1], grid[::-1], given, [*buffers, self.weights])
 
 
-def report(
-    preset: str, shape_class: str, registers: int | None, evict: str = "", cache: str = "", group: int = 1
-) -> dict[str, Any]:
+def report(preset: str, shape_class: str, registers: int | None, *caches: str) -> dict[str, Any]:
     recipe = PRESETS[preset]
     shape = next(c for c in SHAPE_CLASSES if c.name == shape_class)
-    tuning = Tuning(registers, evict, cache, group)
+    tuning = Tuning(registers, *caches)
     kernel = Quantizer(recipe, shape.input(recipe.input_dtype, "cpu"), shape.output("cpu"), tuning)
     return machine_code(kernel.compiled) | {"differ": differences(kernel), "non_finite": non_finite(kernel)}
 

@@ -14,10 +14,9 @@ pytestmark = pytest.mark.slow
 
 CASES = [
     ("te_fp32", "whole blocks", 80),
-    ("te_fp32", "whole blocks", None, "evict_first", ".cs"),
+    ("te_fp32", "whole blocks", None, "", "evict_first", ".cs", ""),
     ("te_fp32", "ragged, odd rows", None),
-    ("te_fp32", "slices of a layer", None, "", "", 2),
-    ("te_pow2", "ragged batch", None, "", ".cs", 4),
+    ("te_pow2", "ragged batch", None, ".cg", "", "", "evict_first"),
     ("te_fp32", "one row", None),
     ("te_fp32", "slices of a layer", None),
     ("te_pow2", "whole blocks", None),

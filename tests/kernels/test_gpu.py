@@ -190,9 +190,8 @@ def test_noise_in_approximate_codes_refuses_to_run(monkeypatch: pytest.MonkeyPat
         quantize_pair(torch.ones(128, 128, device="cuda"), fresh("slime"))
 
 
-@pytest.mark.parametrize("tuning", CANDIDATES, ids=lambda t: f"{t.registers}-{t.evict}-{t.cache}-{t.group}")
+@pytest.mark.parametrize("tuning", CANDIDATES, ids=str)
 def test_no_byte_depends_on_the_tuning(tuning: Tuning) -> None:
-    """A band of block rows ends with the matrix: 5 block rows leave a low band for every height of bands."""
     from weftpub_kernels.launch import launch
 
     x = awkward_matrix(640, 384, torch.float32).expand(2, 640, 384).contiguous()

@@ -30,10 +30,11 @@ from .quantize import LAYERS, MATRICES, Spec, transformer_engine
 
 __all__ = ["CANDIDATES", "main"]
 
+_LOADS = (("", ""), (".cg", ""), ("", "evict_first"))
+_STORES = (("", ""), (".cs", ""), ("", "evict_first"))
 CANDIDATES = (
-    *itertools.starmap(Tuning, itertools.product((None, 80), ("", "evict_first"), ("", ".cs"))),
-    *itertools.starmap(Tuning, itertools.product((None,), ("",), ("", ".cs"), (2, 4, 8, 16))),
-    *itertools.starmap(Tuning, itertools.product((96, 112), ("",), (".cs",), (1, 8))),
+    *(Tuning(None, *load, *store) for load in _LOADS for store in _STORES),
+    *(Tuning(80, *load, *store) for load in _LOADS for store in _STORES[:2]),
 )
 _CLASSES = (1.0, 2.0, 3.0, 32.0, math.inf)
 _ROUNDS = 3
