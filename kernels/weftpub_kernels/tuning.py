@@ -23,9 +23,10 @@ class Tuning:
 
 
 ROWS: list[tuple[float, Tuning]] = [
-    (1.0, Tuning(registers=None, load_cache="", load_evict="evict_first", store_cache=".cs", store_evict="")),
-    (3.0, Tuning(registers=80, load_cache="", load_evict="evict_first", store_cache="", store_evict="")),
-    (float("inf"), Tuning(registers=None, load_cache="", load_evict="", store_cache=".cs", store_evict="")),
+    (1.0, Tuning(registers=None, load_cache="", load_evict="", store_cache=".cs", store_evict="")),
+    (3.0, Tuning(registers=80, load_cache="", load_evict="evict_first", store_cache=".cs", store_evict="")),
+    (32.0, Tuning(registers=None, load_cache="", load_evict="", store_cache=".cs", store_evict="")),
+    (float("inf"), Tuning(registers=None, load_cache="", load_evict="", store_cache="", store_evict="evict_first")),
 ]
 """(most programs per multiprocessor, tuning), ascending."""
 

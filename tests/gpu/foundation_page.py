@@ -115,7 +115,7 @@ def main(folder: Path, page: Path) -> None:
         "",
         f"Driver {where['driver']}, torch {where['torch']}, CUDA {where['cuda']}, triton {where['triton']}, "
         f"commit {where['commit']}. "
-        "One run of `tests/gpu/foundation.sh`; anyone with such a GPU can repeat it.",
+        "From `tests/gpu/foundation.sh`; anyone with such a GPU can repeat it. How its sections ended:",
         "",
         *[f"- {line}" for line in summary],
         "",
