@@ -17,7 +17,7 @@ def lint_imports(root: Path) -> subprocess.CompletedProcess[str]:
         "sys.exit(lint_imports(cache_dir=None))"
     )
     return subprocess.run(
-        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=400, check=False
     )
 
 

@@ -8,7 +8,7 @@ import torch
 
 
 def run(code: str) -> str:
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=400)
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stdout.strip()
 

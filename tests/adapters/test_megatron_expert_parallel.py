@@ -25,7 +25,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [sys.executable, str(worker), str(root / "checkpoint"), str(root)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     assert run.returncode == 0, run.stderr[-6000:]
     return root

@@ -44,7 +44,7 @@ def make_plans(described: Mapping[str, list[EngineDescription]]) -> dict[str, Pl
     """Plans of a trainer's process, from what live engines say of themselves."""
     worker = Path(__file__).with_name("plan_worker.py")
     request = json.dumps({name: [rank.model_dump(mode="json") for rank in ranks] for name, ranks in described.items()})
-    result = subprocess.run([sys.executable, str(worker)], input=request, capture_output=True, text=True, timeout=180)
+    result = subprocess.run([sys.executable, str(worker)], input=request, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr[-4000:]
     return {name: Plan.from_json(text) for name, text in json.loads(result.stdout).items()}
 

@@ -32,7 +32,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     program = Path(__file__).with_name("compile_for_sm90.py")
     cases = json.dumps({"quantizers": CASES, "checksums": RANGES})
     result = subprocess.run(
-        [sys.executable, str(program), cases], capture_output=True, text=True, env=environment, timeout=300
+        [sys.executable, str(program), cases], capture_output=True, text=True, env=environment, timeout=900
     )
     assert result.returncode == 0, result.stderr[-2000:]
     return json.loads(result.stdout)

@@ -97,4 +97,4 @@ def test_importing_and_using_a_cpu_needs_no_triton(tmp_path: Path) -> None:
         "k.checksum(k.quantize_pair(torch.ones(128, 128)).w)\n"
         "assert not [m for m in sys.modules if m.startswith('weftpub_kernels.triton')]\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, cwd=tmp_path)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300, cwd=tmp_path)

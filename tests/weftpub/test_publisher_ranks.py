@@ -286,7 +286,7 @@ def test_two_processes_of_torch_distributed(tmp_path: Path) -> None:
         ]
         for process in processes:
             process.start()
-        found = {rank: (reports, late) for rank, reports, late in (queue.get(timeout=120) for _ in processes)}
+        found = {rank: (reports, late) for rank, reports, late in (queue.get(timeout=400) for _ in processes)}
         for process in processes:
             process.join(60)
             assert process.exitcode == 0
