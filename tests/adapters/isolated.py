@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 CHILD = "weftpub-isolated-child"
-_TEST_DEADLINE_S = 240.0
+_TEST_DEADLINE_S = 600.0
 
 
 class IsolatedFailure(Exception):

@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 WORKER = Path(__file__).with_name("attach_ranks.py")
-DEADLINE_S = 150
+DEADLINE_S = 400
 
 
 @pytest.fixture(scope="module")
