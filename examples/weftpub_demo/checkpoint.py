@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from weftpub.errors import ConfigError
+from weftpub_adapters.megatron import Qwen3MoeFields, read_config
 from weftpub_demo.config import ModelShape
 
 __all__ = ["hf_config", "read_shape", "tensor_shapes", "write_checkpoint"]
@@ -98,31 +99,23 @@ def read_shape(directory: Path) -> ModelShape:
     """The shape of the checkpoint in `directory`.
 
     Raises:
-        ConfigError: it is no Qwen3-MoE, has dense layers, shared or too few experts, or no 128-divisible expert sizes.
+        ConfigError: the trainer cannot load it (another architecture, dense layers, quantized already, fields missing),
+            it has too few experts or layers for two receivers, widths that 128 does not divide, or fewer tokens than
+            bytes.
     """
-    path = directory / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    if config.get("model_type") != "qwen3_moe":
-        raise ConfigError(f"{path}: model_type is {config.get('model_type')!r}; the demo loads 'qwen3_moe'")
-    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
-        raise ConfigError(f"{path}: some layers are dense; the demo needs every layer to be a mixture of experts")
-    if "quantization_config" in config:
-        raise ConfigError(f"{path}: the checkpoint is quantized already; the demo starts from BF16 weights")
-    try:
-        shape = ModelShape(
-            layers=config["num_hidden_layers"],
-            experts=config["num_experts"],
-            experts_per_token=config["num_experts_per_tok"],
-            hidden=config["hidden_size"],
-            expert_intermediate=config["moe_intermediate_size"],
-            heads=config["num_attention_heads"],
-            kv_heads=config["num_key_value_heads"],
-            head_dim=config.get("head_dim", config["hidden_size"] // config["num_attention_heads"]),
-            vocabulary=config["vocab_size"],
-        )
-    except KeyError as missing:
-        raise ConfigError(f"{path} lacks the key {missing}") from None
+    fields = Qwen3MoeFields.from_hf(read_config(directory))
+    shape = ModelShape(
+        layers=fields.layers,
+        experts=fields.experts,
+        experts_per_token=fields.top_k,
+        hidden=fields.hidden,
+        expert_intermediate=fields.intermediate,
+        heads=fields.heads,
+        kv_heads=fields.kv_heads,
+        head_dim=fields.head_dim,
+        vocabulary=fields.vocab,
+    )
     shape.check()
     if shape.vocabulary < 256:
-        raise ConfigError(f"{path}: vocab_size is {shape.vocabulary}; the demo's tokens are bytes and need 256")
+        raise ConfigError(f"{directory}: vocab_size is {shape.vocabulary}; the demo's tokens are bytes and need 256")
     return shape

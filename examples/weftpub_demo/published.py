@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from weftpub_demo.progress import Progress
 from weftpub_demo.receivers import ENGINE, Receivers
 
 __all__ = ["PublishedJob"]
+
+_HELLO_S = 30.0
 
 
 class PublishedJob:
@@ -49,7 +52,9 @@ class PublishedJob:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="weftpub-"))
         peers = [Peer(rank, unix_address(folder, f"receiver-{rank}"), ENGINE) for rank in range(len(receivers.peers))]
         receivers.call("listen", run_id=run_id, addresses=[peer.address for peer in peers])
-        record, deadlines = config.work / "committed.json", Deadlines.all(config.limit_s)
+        # Both listen already: who does not greet soon is gone.
+        deadlines = replace(Deadlines.all(config.limit_s), hello=min(_HELLO_S, config.limit_s))
+        record = config.work / "committed.json"
         publisher = Publisher(run_id, None, peers, commit_path=record, deadlines=deadlines)
         self._publisher = stack.enter_context(publisher)
         progress.phase("planning with AWEX")

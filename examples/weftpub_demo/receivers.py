@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from weftpub_demo.checks import CheckBook
-from weftpub_demo.peer import Pending, ReceiverProcess
+from weftpub_demo.peer import PeerError, Pending, ReceiverProcess
 
 __all__ = ["ENGINE", "RECEIVERS", "Receivers", "start_receivers"]
 
@@ -31,6 +31,12 @@ class Receivers:
     def call(self, do: str, **fields: Any) -> list[dict[str, Any]]:
         """Ask every receiver at once and wait for all answers."""
         return self.ask(do, **fields)()
+
+    def require_alive(self, phase: str) -> None:
+        """Raise PeerError if a receiver has ended; a publisher would wait for another to take its place."""
+        for peer in self.peers:
+            if peer.died():
+                raise PeerError(peer.obituary(phase))
 
     def require_offloaded(self, answers: list[dict[str, Any]], book: CheckBook) -> None:
         """Check that every weight of every receiver was made anew, at another address, and is NaN throughout."""

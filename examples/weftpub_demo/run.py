@@ -127,6 +127,7 @@ def _steps(record: _Record, progress: Progress, stack: ExitStack) -> None:
         for step in range(1, config.steps + 1):
             phase(f"step {step}")
             progress.phase(f"step {step}: training")
+            receivers.require_alive(f"step {step}")
             job.pause()
             offloaded = receivers.ask("offload")
             tokens, labels = corpus.next()
@@ -138,6 +139,7 @@ def _steps(record: _Record, progress: Progress, stack: ExitStack) -> None:
             receivers.require_offloaded(offloaded(), book)
             phase(f"publish of version {step}")
             progress.phase(f"step {step}: publishing version {step}")
+            receivers.require_alive(f"publish of version {step}")
             published = job.publish(step)
             record.committed = step
             phase(f"checks of version {step}")

@@ -53,10 +53,10 @@ def test_a_shape_is_read_back_from_its_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "llama"}, "model_type is 'llama'"),
+        ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM"),
         ({"mlp_only_layers": [0]}, "dense"),
         ({"decoder_sparse_step": 2}, "dense"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantized already"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "already quantized"),
         ({"num_experts": 4}, "8 or more experts"),
         ({"num_hidden_layers": 1}, "2 or more layers"),
         ({"moe_intermediate_size": 192}, "expert_intermediate is 192"),
