@@ -25,7 +25,7 @@ from .recipe import BLOCK, Recipe
 from .triton_quantize import COLUMNS_FIRST, NUM_WARPS, ROWS_FIRST, quantize_tiles
 from .tuning import Tuning, choose
 
-__all__ = ["Variant", "batch_strides", "compile_kernel", "forget", "idle_monitor", "launch", "planned", "use"]
+__all__ = ["Variant", "batch_strides", "compile_kernel", "idle_monitor", "launch"]
 
 _MAX_PLANS = 4096
 _LOW = 1 << 40  # a tensor without storage has the address of its offset, which is below this
@@ -81,7 +81,8 @@ def launch(
 ) -> None:
     """Quantize CUDA matrices ``x`` into ``out`` on the current stream; errors are those of entry.quantize_into.
 
-    Only the self-test itself names a tuning: it runs a variant that has not been tested yet.
+    Without ``tuning`` it is chosen for the grid, and its variant tested before the first use. The self-test and the
+    tuner name one, which runs untested: both compare its bytes themselves.
     """
     px, pw, pt, ps, pst = (
         x.data_ptr(), out.w.data_ptr(), out.wt.data_ptr(), out.scale.data_ptr(), out.scale_t.data_ptr(),
@@ -114,24 +115,6 @@ def launch(
             _run(plan, index, px, pw, pt, ps, pst, sums, record, base)
     else:
         _run(plan, index, px, pw, pt, ps, pst, sums, record, base)
-
-
-def forget() -> None:
-    """Plan every launch anew, as after a change of tuning."""
-    with _lock:
-        _plans.clear()
-
-
-def planned() -> dict[tuple[Any, ...], "_Plan | None"]:
-    """A copy of the present plans, for `use`."""
-    with _lock:
-        return dict(_plans)
-
-
-def use(plans: dict[tuple[Any, ...], "_Plan | None"]) -> None:
-    """Launch by these plans from now on (a tuner's switch between candidates)."""
-    with _lock:
-        _plans.update(plans)
 
 
 def _run(plan: _Plan, index: int, *addresses_and_base: int) -> None:

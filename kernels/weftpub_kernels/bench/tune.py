@@ -2,9 +2,9 @@
 
     python -m weftpub_kernels.bench.tune --out tune.json [--write]
 
-Every tuning is timed on the specs of quantize.py, in rounds, beside TransformerEngine and a
-device copy. For each class of programs per multiprocessor the one with the best mean over its specs is printed;
-``--write`` puts these rows into tuning.py of this very tree.
+Every tuning's bytes are compared with those of the present rows, then it is timed on the specs of quantize.py, in
+rounds, beside TransformerEngine and a device copy. For each class of programs per multiprocessor the one with the best
+mean over its specs is printed; ``--write`` puts these rows into tuning.py of this very tree.
 """
 
 import argparse
@@ -13,17 +13,19 @@ import math
 import re
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from triton.testing import do_bench
 
-from .. import launch, tuning
+from .. import tuning
 from ..entry import quantize_into
+from ..launch import launch
 from ..nonfinite import NonFiniteMonitor
 from ..pair import QuantizedPair
-from ..recipe import BLOCK
+from ..recipe import BLOCK, PRESETS
 from ..tuning import Tuning
 from .environment import describe, write
 from .quantize import LAYERS, MATRICES, Spec, transformer_engine
@@ -45,13 +47,13 @@ def measure(spec: Spec, milliseconds: int) -> dict[str, Any]:
     x = torch.randn(spec.experts, spec.rows, spec.columns, device="cuda") * 0.02
     source = torch.empty(spec.bytes // 2, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    runs: dict[str, Any] = {"copy": lambda: target.copy_(source)}
+    want = QuantizedPair.empty(x.shape, "cuda", sums=True)
+    quantize_into(x, want)
+    runs: dict[str, Callable[[], Any]] = {"copy": lambda: target.copy_(source)}
     for candidate in CANDIDATES:
-        runs[repr(candidate)] = _runner(candidate, x)
+        runs[repr(candidate)] = _runner(candidate, x, want)
     if spec in MATRICES:
-        out = QuantizedPair.empty(x.shape, "cuda")
-        quantize_into(x, out)
-        theirs = transformer_engine(x[0], out)
+        theirs = transformer_engine(x[0], want)
         if theirs is not None:
             runs["transformer_engine"] = theirs
     times: dict[str, list[float]] = {name: [] for name in runs}
@@ -64,23 +66,18 @@ def measure(spec: Spec, milliseconds: int) -> dict[str, Any]:
     return {"spec": spec.name, "programs_per_processor": programs / processors, "us": medians}
 
 
-def _runner(candidate: Tuning, x: torch.Tensor) -> Any:
-    """A call that uses this tuning: launches are planned per layout, so each candidate is planned with it alone."""
-    kept = tuning.ROWS[:]
-    tuning.ROWS[:] = [(math.inf, candidate)]
-    launch.forget()
-    try:
-        out, monitor = QuantizedPair.empty(x.shape, "cuda", sums=True), NonFiniteMonitor("cuda")
-        quantize_into(x, out, "te_fp32", monitor)
-        monitor.raise_if_set()
-    finally:
-        tuning.ROWS[:] = kept
-    plans = launch.planned()
+def _runner(candidate: Tuning, x: torch.Tensor, want: QuantizedPair) -> Callable[[], None]:
+    """A launch of ``x`` with this tuning, after its bytes were found to be those of ``want``."""
+    out, monitor = QuantizedPair.empty(x.shape, "cuda", sums=True), NonFiniteMonitor("cuda")
 
     def run() -> None:
-        launch.use(plans)
-        quantize_into(x, out, "te_fp32", monitor)
+        launch(x, out, PRESETS["te_fp32"], monitor, None, candidate)
 
+    run()
+    monitor.raise_if_set()
+    for name, tensor in out.present().items():
+        if not torch.equal(tensor.view(torch.uint8), want.present()[name].view(torch.uint8)):
+            raise AssertionError(f"{name} of {list(x.shape)} is wrong with {candidate}; there is nothing to measure")
     return run
 
 
