@@ -8,6 +8,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from weftpub.plan import ParameterSpec, dtype_name, layout_digest
+from weftpub.plan.types import digest_of
 
 __all__ = ["EngineDescription", "parameter_specs"]
 
@@ -23,6 +24,8 @@ class EngineDescription(BaseModel):
         parameters: every live parameter and every buffer whose content the engine needs.
         exempt: names that a publish need not write wholly, each with the reason (restored by the engine itself,
             padding).
+        placement: digest of whatever else decides where a tensor lies, such as a map of experts that moves them; "" if
+            nothing does.
         settings: whatever else the adapter's planner needs: parallel sizes, model config. Plain data.
     """
 
@@ -34,12 +37,14 @@ class EngineDescription(BaseModel):
     device: str = Field(max_length=200)
     parameters: tuple[ParameterSpec, ...]
     exempt: dict[str, str] = Field(default_factory=dict)
+    placement: str = Field(default="", max_length=200)
     settings: dict[str, JsonValue] = Field(default_factory=dict)
 
     @property
     def layout_digest(self) -> str:
-        """Digest of the parameter layouts, to be put into `Plan.layouts` by whoever plans from this description."""
-        return layout_digest(self.parameters)
+        """Digest of parameter layouts and placement, to be put into `Plan.layouts` by whoever plans from this."""
+        layouts = layout_digest(self.parameters)
+        return digest_of([layouts, self.placement]) if self.placement else layouts
 
     def layout(self) -> dict[str, ParameterSpec]:
         """Parameter layouts by name, as `check_plan` takes them."""

@@ -5,9 +5,11 @@ Importing this package imports neither SGLang (that happens when a model is buil
 an engine process.
 """
 
-from weftpub_adapters.sglang.build import ParallelSizes, ServedModel, build_model, quantization_config
-from weftpub_adapters.sglang.describe import describe_model
+from weftpub_adapters.sglang.build import ServedModel, build_model, quantization_config
+from weftpub_adapters.sglang.describe import describe_live, describe_model, plain_config
 from weftpub_adapters.sglang.engine import SGLangEngine
+from weftpub_adapters.sglang.parallel import ParallelSizes, parallel_sizes
+from weftpub_adapters.sglang.placement import expert_slots, placement_digest
 from weftpub_adapters.sglang.probe import LayerProbe, probe_layer
 from weftpub_adapters.sglang.support import SUPPORTED_VERSIONS, check_backends, require_supported
 
@@ -19,7 +21,12 @@ __all__ = [
     "ServedModel",
     "build_model",
     "check_backends",
+    "describe_live",
     "describe_model",
+    "expert_slots",
+    "parallel_sizes",
+    "placement_digest",
+    "plain_config",
     "probe_layer",
     "quantization_config",
     "require_supported",

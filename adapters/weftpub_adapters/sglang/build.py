@@ -21,6 +21,7 @@ import torch
 
 from weftpub.errors import ConfigError, PlanError
 from weftpub.plan import require_legal_tp
+from weftpub_adapters.sglang.parallel import ParallelSizes, parallel_sizes
 from weftpub_adapters.sglang.support import check_backends, require_supported
 
 __all__ = ["ParallelSizes", "ServedModel", "build_model", "quantization_config"]
@@ -33,24 +34,6 @@ _GROUPS = {
     "moe_ep_group": ("moe_ep_size", "moe_ep_rank"),
     "moe_tp_group": ("moe_tp_size", "moe_tp_rank"),
 }
-
-
-@dataclass(frozen=True)
-class ParallelSizes:
-    """The sizes and ranks that SGLang really uses, read from its own runtime context, never from its command line."""
-
-    world_size: int
-    rank: int
-    tp_size: int
-    tp_rank: int
-    attn_tp_size: int
-    attn_tp_rank: int
-    attn_dp_size: int
-    attn_dp_rank: int
-    moe_ep_size: int
-    moe_ep_rank: int
-    moe_tp_size: int
-    moe_tp_rank: int
 
 
 @dataclass(frozen=True)
@@ -249,16 +232,7 @@ def _join_world(context: Any, arguments: Any) -> tuple[ParallelSizes, dict[str, 
     initialize_dp_attention_flags(arguments)
     backends = {"moe_runner": str(get_moe_runner_backend().value), "moe_a2a": str(get_moe_a2a_backend().value)}
     check_backends(backends["moe_runner"], a2a=backends["moe_a2a"])
-    sizes = ParallelSizes(
-        world_size=parallel.tp_size,
-        rank=parallel.tp_rank,
-        **{
-            name: getattr(parallel, name)
-            for name in ParallelSizes.__dataclass_fields__
-            if name not in ("world_size", "rank")
-        },
-    )
-    return sizes, backends
+    return parallel_sizes(), backends
 
 
 def _group(size: int, rank: int) -> SimpleNamespace:

@@ -2,6 +2,8 @@
 runtime context.
 """
 
+import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -10,11 +12,23 @@ import torch
 from weftpub.errors import ConfigError
 from weftpub.receive import EngineDescription, parameter_specs
 from weftpub_adapters.sglang.build import ServedModel
+from weftpub_adapters.sglang.parallel import parallel_sizes
+from weftpub_adapters.sglang.placement import expert_slots, placement_digest
 from weftpub_adapters.sglang.support import require_supported
 
-__all__ = ["describe_model", "device_identity", "live_tensors", "vocabulary_shards", "w13_order"]
+__all__ = [
+    "describe_live",
+    "describe_model",
+    "device_identity",
+    "live_backends",
+    "live_tensors",
+    "plain_config",
+    "vocabulary_shards",
+    "w13_order",
+]
 
 _RESTORED = "computed at start-up and kept by the engine through an offload"
+_PADDING = "rows beyond the vocabulary are padding and stay zero"
 
 
 def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -32,35 +46,81 @@ def describe_model(served: ServedModel, *, engine: str, rank: int | None = None)
         engine: name that all ranks of the engine share.
         rank: receiver rank in the plan, counted through all engines; by default the rank inside this engine.
     """
-    exempt = {name: _RESTORED for name, _ in served.model.named_buffers()}
-    vocabulary = vocabulary_shards(served.model)
-    exempt.update(
-        {
-            name: "rows beyond the vocabulary are padding and stay zero"
-            for name, shard in vocabulary.items()
-            if shard["padding"]
-        }
-    )
+    with served.active():
+        return describe_live(
+            served.model, hf_config=served.hf_config, engine=engine, rank=rank, backends=served.backends
+        )
+
+
+def describe_live(
+    model: torch.nn.Module,
+    *,
+    hf_config: Mapping[str, Any],
+    engine: str,
+    rank: int | None = None,
+    backends: Mapping[str, str] | None = None,
+) -> EngineDescription:
+    """Describe the rank whose runtime context is SGLang's current one: call it in a worker, on the model it serves.
+
+    Args:
+        model: the live model.
+        hf_config: its `config.json` as plain data, see `plain_config`.
+        engine: name that all ranks of the engine share.
+        rank: receiver rank in the plan, counted through all engines; by default the rank inside this engine.
+        backends: runner and data mover of the routed experts; read from SGLang by default.
+
+    Raises:
+        ConfigError: the engine splits, fuses or stores its model in a way that cannot be published to.
+    """
+    parallel = parallel_sizes()
+    buffers = [name for name, _ in model.named_buffers()]
+    vocabulary = vocabulary_shards(model)
+    slots = expert_slots(model)
+    exempt = dict.fromkeys(buffers, _RESTORED)
+    exempt.update({name: _PADDING for name, shard in vocabulary.items() if shard["padding"]})
     return EngineDescription(
         engine=engine,
-        rank=served.parallel.rank if rank is None else rank,
-        world_size=served.parallel.world_size,
-        device=device_identity(served.device),
-        parameters=parameter_specs(live_tensors(served.model)),
+        rank=parallel.rank if rank is None else rank,
+        world_size=parallel.world_size,
+        device=device_identity(next(model.parameters()).device),
+        parameters=parameter_specs(live_tensors(model)),
         exempt=exempt,
+        placement=placement_digest(slots),
         settings={
             "system": "sglang",
             "version": require_supported(),
-            "architecture": type(served.model).__name__,
-            "format": served.format,
-            "parallel": asdict(served.parallel),
-            "backends": dict(served.backends),
-            "w13_order": w13_order(served.model),
-            "buffers": [name for name, _ in served.model.named_buffers()],
+            "architecture": type(model).__name__,
+            "format": _format(model),
+            "parallel": asdict(parallel),
+            "backends": dict(live_backends() if backends is None else backends),
+            "w13_order": w13_order(model),
+            "buffers": buffers,
             "vocabulary": vocabulary,
-            "hf_config": dict(served.hf_config),
+            "experts": slots,
+            "hf_config": dict(hf_config),
         },
     )
+
+
+def plain_config(config: Any) -> dict[str, Any]:
+    """A transformers configuration object, as a worker holds it, as plain data."""
+    return json.loads(config.to_json_string(use_diff=False))
+
+
+def live_backends() -> dict[str, str]:
+    """Runner and data mover of the routed experts in SGLang's current runtime context."""
+    from sglang.srt.layers.moe.utils import get_moe_a2a_backend, get_moe_runner_backend
+
+    return {"moe_runner": str(get_moe_runner_backend().value), "moe_a2a": str(get_moe_a2a_backend().value)}
+
+
+def _format(model: torch.nn.Module) -> str:
+    """ "fp8" or "bf16", whichever the routed experts are; ConfigError if layers differ or are something else."""
+    dtypes = {p.dtype for name, p in model.named_parameters() if name.endswith(("w13_weight", "w2_weight"))}
+    known = {torch.float8_e4m3fn: "fp8", torch.bfloat16: "bf16"}
+    if len(dtypes) != 1 or not dtypes <= known.keys():
+        raise ConfigError(f"routed experts are {sorted(map(str, dtypes))}, expected float8_e4m3fn or bfloat16 alone")
+    return known[dtypes.pop()]
 
 
 def w13_order(model: torch.nn.Module) -> str:
