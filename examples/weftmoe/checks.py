@@ -1,0 +1,132 @@
+"""What single values cannot tell: settings that exclude each other, refused by name, with the setting that works."""
+
+from collections.abc import Iterator
+
+from weftmoe.schema import Settings
+from weftpub.errors import ConfigError
+
+__all__ = ["ALLOCATOR_VARIABLES", "check", "problems"]
+
+# Only a role's env block may set these: a module that did so at import would change other code's memory.
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING")
+
+
+def check(settings: Settings) -> None:
+    """ConfigError with every problem of `problems`, if there is one."""
+    found = list(problems(settings))
+    if found:
+        raise ConfigError("; ".join(found))
+
+
+def problems(settings: Settings) -> Iterator[str]:
+    """Every combination of values that cannot work, as one sentence with the remedy."""
+    yield from _lengths(settings)
+    yield from _train_layout(settings)
+    yield from _rollout_layout(settings)
+    yield from _variant(settings)
+    yield from _environment(settings)
+
+
+def _lengths(s: Settings) -> Iterator[str]:
+    length = s.length
+    if length.total >= length.context:
+        yield f"length.total={length.total} must be below length.context={length.context}: the engine ends one earlier"
+    if length.total > length.microbatch_tokens:
+        yield (
+            f"length.microbatch_tokens={length.microbatch_tokens} holds no sequence of length.total={length.total}; "
+            "sequences are never cut"
+        )
+    if s.data.max_prompt_tokens >= length.total:
+        yield f"data.max_prompt_tokens={s.data.max_prompt_tokens} leaves no room in length.total={length.total}"
+    if s.algorithm.overlong_tokens >= length.total - s.data.max_prompt_tokens:
+        yield f"algorithm.overlong_tokens={s.algorithm.overlong_tokens} covers whole completions; make it smaller"
+    if s.algorithm.prompts % s.algorithm.minibatches:
+        yield (
+            f"algorithm.minibatches={s.algorithm.minibatches} must divide algorithm.prompts={s.algorithm.prompts}: "
+            "groups stay together"
+        )
+
+
+def _train_layout(s: Settings) -> Iterator[str]:
+    train, world = s.train, s.cluster.world
+    dense = train.tensor * train.context * train.pipeline
+    experts = train.expert * train.expert_tensor * train.pipeline
+    if world % dense:
+        yield f"train: tensor x context x pipeline = {dense} must divide the {world} ranks of the cluster"
+    if world % experts:
+        yield f"train: expert x expert_tensor x pipeline = {experts} must divide the {world} ranks of the cluster"
+    if train.tensor > 1 and not train.sequence_parallel:
+        yield f"train.tensor={train.tensor} with experts needs train.sequence_parallel=true (Megatron-core)"
+    if train.tensor == 1 and train.sequence_parallel:
+        yield "train.sequence_parallel=true needs train.tensor above 1; set it to false"
+    if train.dispatcher == "flex" and train.flex_backend == "deepep" and train.tensor * train.expert == 1:
+        yield "train.dispatcher='flex' with DeepEP needs tensor x expert above 1; set train.dispatcher='alltoall'"
+    if s.cluster.gpus == 0 and train.experts == "grouped":
+        yield "train.experts='grouped' needs a GPU; set train.experts='sequential'"
+
+
+def _rollout_layout(s: Settings) -> Iterator[str]:
+    rollout, world = s.rollout, s.cluster.world
+    if rollout.engine == "sglang" and s.cluster.gpus == 0:
+        yield "rollout.engine='sglang' needs a GPU; set rollout.engine='sampler'"
+    if rollout.engine == "sglang" and rollout.engines * rollout.tensor != world:
+        yield (
+            f"rollout: engines x tensor = {rollout.engines * rollout.tensor} must be the {world} GPUs that trainer and "
+            "engine share"
+        )
+    if rollout.max_running < rollout.data:
+        yield f"rollout.max_running={rollout.max_running} is below rollout.data={rollout.data}"
+    if s.publish.experts == "shared" and (s.train.expert, s.train.expert_tensor) != (
+        rollout.expert,
+        rollout.tensor // rollout.expert,
+    ):
+        yield (
+            "publish.experts='shared' needs the same experts on the same GPU: rollout.expert = train.expert = "
+            "rollout.tensor; set publish.experts='copy'"
+        )
+
+
+def _variant(s: Settings) -> Iterator[str]:
+    staged = s.variant != "baseline"
+    if staged != (s.publish.path == "weftpub"):
+        works = "weftpub" if staged else "native"
+        yield f"publish.path={s.publish.path!r} does not go with variant {s.variant!r}; set it to {works!r}"
+    if staged and s.train.pipeline > 1:
+        yield f"train.pipeline={s.train.pipeline} is not supported; set it to 1 and use train.expert"
+    if staged and s.rollout.moe_runner != "triton":
+        yield (
+            f"rollout.moe_runner={s.rollout.moe_runner!r} may move or change weights after loading; variant "
+            f"{s.variant!r} needs 'triton'"
+        )
+    if staged and s.optimizer.cpu_offload:
+        yield f"optimizer.cpu_offload is Megatron's own; variant {s.variant!r} stages by itself: set it to false"
+    if s.optimizer.cpu_offload and s.optimizer.name == "muon":
+        yield "optimizer.cpu_offload works with optimizer.name='adamw' only; set it to false"
+    if s.variant == "fp8":
+        if s.train.expert_tensor > 1:
+            yield f"train.expert_tensor={s.train.expert_tensor} splits experts; variant 'fp8' needs 1"
+        if s.train.expert != s.cluster.world and s.train.expert_tensor == 1 and s.train.pipeline == 1:
+            yield (
+                f"train.expert={s.train.expert} on {s.cluster.world} ranks replicates experts; variant 'fp8' needs "
+                f"one writer of each byte: set train.expert={s.cluster.world}, or use variant 'bf16'"
+            )
+    elif s.publish.experts == "shared":
+        yield f"publish.experts='shared' is for variant 'fp8'; set it to 'copy' for {s.variant!r}"
+
+
+def _environment(s: Settings) -> Iterator[str]:
+    for name, role in (("trainer", s.roles.trainer), ("engine", s.roles.engine)):
+        for variable in ALLOCATOR_VARIABLES:
+            value = role.env.get(variable, "")
+            if "expandable_segments:true" in value.lower().replace(" ", "") and s.publish.path == "weftpub":
+                yield (
+                    f"roles.{name}.env.{variable}={value!r}: expandable segments cannot be shared by CUDA IPC; leave "
+                    "it out"
+                )
+    scales = s.roles.trainer.env.get("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "0")
+    if s.variant == "fp8" and (scales == "1") != (s.publish.activation_scales == "fp32"):
+        yield (
+            f"publish.activation_scales={s.publish.activation_scales!r} and roles.trainer.env."
+            f"NVTE_FP8_BLOCK_SCALING_FP32_SCALES={scales!r} disagree; set the variable to "
+            f"{'1' if s.publish.activation_scales == 'fp32' else '0'!r}"
+        )
