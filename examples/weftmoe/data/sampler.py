@@ -1,0 +1,77 @@
+"""The order of prompts: every epoch a new permutation, which follows from seed and epoch alone; a position to resume."""
+
+import random
+from collections.abc import Sequence
+
+from weftmoe.data.prompts import Prompt
+from weftpub.errors import CheckpointError, ConfigError
+
+__all__ = ["PromptSampler"]
+
+
+class PromptSampler:
+    """Draws prompts without end, or for a number of epochs.
+
+    Args:
+        prompts: the data set.
+        seed: of all permutations.
+        epochs: how often each prompt is drawn; None for no end.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], *, seed: int, epochs: int | None = None) -> None:
+        if not prompts:
+            raise ConfigError("there are no prompts to draw from")
+        self._prompts = tuple(prompts)
+        self._seed = seed
+        self._epochs = epochs
+        self._drawn = 0
+        self._order: tuple[int, list[int]] | None = None
+
+    @property
+    def drawn(self) -> int:
+        """Prompts drawn so far; the whole state."""
+        return self._drawn
+
+    @property
+    def epoch(self) -> int:
+        """Which pass over the data the next prompt belongs to, from 0."""
+        return self._drawn // len(self._prompts)
+
+    @property
+    def left(self) -> int | None:
+        """Prompts left to draw; None for no end."""
+        return None if self._epochs is None else self._epochs * len(self._prompts) - self._drawn
+
+    def next(self, count: int) -> list[Prompt]:
+        """The next prompts; fewer than `count`, or none, at the end of the last epoch."""
+        left = self.left
+        count = count if left is None else min(count, left)
+        return [self._one() for _ in range(count)]
+
+    def state(self) -> dict[str, int]:
+        """What `restore` takes: plain data."""
+        return {"seed": self._seed, "size": len(self._prompts), "drawn": self._drawn}
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Go on where another sampler of the same data and seed stood.
+
+        Raises:
+            CheckpointError: the state is of other data or another seed.
+        """
+        mine = {"seed": self._seed, "size": len(self._prompts)}
+        theirs = {name: state.get(name) for name in mine}
+        if mine != theirs:
+            raise CheckpointError(
+                f"the checkpoint's data position is of {theirs}, this run has {mine}; resume with the "
+                "same data and seed"
+            )
+        self._drawn = int(state["drawn"])
+
+    def _one(self) -> Prompt:
+        epoch, place = divmod(self._drawn, len(self._prompts))
+        if self._order is None or self._order[0] != epoch:
+            order = list(range(len(self._prompts)))
+            random.Random(f"{self._seed}/{epoch}").shuffle(order)
+            self._order = (epoch, order)
+        self._drawn += 1
+        return self._prompts[self._order[1][place]]

@@ -1,0 +1,33 @@
+"""Group-relative policy optimization: advantages, off-policy correction, loss, packing and statistics.
+
+Pure functions of tensors and numbers; they know neither Megatron nor an engine, and need no GPU.
+"""
+
+from weftmoe.grpo.advantages import GroupRewards, group_advantages
+from weftmoe.grpo.correction import Correction, CorrectionSettings, correct
+from weftmoe.grpo.loss import LossSettings, TokenLoss, token_loss
+from weftmoe.grpo.packing import Microbatch, Sequence, deal, microbatches
+from weftmoe.grpo.selection import DynamicSampling, Selection, select_groups
+from weftmoe.grpo.statistics import SequenceSums, StepStatistics, sequence_sums, summarize
+
+__all__ = [
+    "Correction",
+    "CorrectionSettings",
+    "DynamicSampling",
+    "GroupRewards",
+    "LossSettings",
+    "Microbatch",
+    "Selection",
+    "Sequence",
+    "SequenceSums",
+    "StepStatistics",
+    "TokenLoss",
+    "correct",
+    "deal",
+    "group_advantages",
+    "microbatches",
+    "select_groups",
+    "sequence_sums",
+    "summarize",
+    "token_loss",
+]

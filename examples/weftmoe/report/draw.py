@@ -1,0 +1,167 @@
+"""One picture of one or several runs: every curve of the log, runs of a variant in one colour."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from weftmoe.telemetry.flops import FLOPS_SOURCE
+from weftmoe.telemetry.log import LoggedRun
+from weftmoe.telemetry.record import StepRecord
+
+__all__ = ["PANELS", "Curve", "Panel", "draw_runs"]
+
+_COLOURS = MappingProxyType({"baseline": "tab:grey", "bf16": "tab:blue", "fp8": "tab:orange"})
+_STYLES = ("-", "--", ":", "-.")
+_COLUMNS = 4
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line of a panel: its label, and a record's value (None leaves a gap)."""
+
+    label: str
+    value: Callable[[StepRecord], float | None]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes."""
+
+    title: str
+    unit: str
+    curves: tuple[Curve, ...]
+    log: bool = False
+
+
+def _statistic(name: str, when: str = "before") -> Callable[[StepRecord], float | None]:
+    def value(record: StepRecord) -> float | None:
+        found = record.before if when == "before" else record.after
+        return None if found is None else found[name]
+
+    return value
+
+
+def _seconds(name: str) -> Callable[[StepRecord], float | None]:
+    return lambda record: record.seconds.get(name)
+
+
+def _memory(name: str) -> Callable[[StepRecord], float | None]:
+    return lambda record: record.memory[name] / 2**30 if name in record.memory else None
+
+
+def _turn(turn: int) -> Callable[[StepRecord], float | None]:
+    return lambda record: next((found.mean for found in record.prompt_lengths if found.turn == turn), None)
+
+
+PANELS: tuple[Panel, ...] = (
+    Panel("Task reward", "mean over completions", (Curve("reward", lambda r: r.reward),)),
+    Panel(
+        "Tokens since the first step",
+        "tokens",
+        (
+            Curve("prompt", lambda r: r.total.prompt),
+            Curve("completion", lambda r: r.total.completion),
+            Curve("trained", lambda r: r.total.trained),
+        ),
+    ),
+    Panel(
+        "Prompt length up to each turn", "tokens", tuple(Curve(f"turn {turn}", _turn(turn)) for turn in (1, 2, 3, 4))
+    ),
+    Panel(
+        "Completion length",
+        "tokens",
+        (Curve("mean", lambda r: r.completion_mean), Curve("longest", lambda r: float(r.completion_longest))),
+    ),
+    Panel(
+        "Trainer against rollout, before and after the update",
+        "mean |log-prob difference|, nats",
+        (
+            Curve("before", _statistic("difference_abs_mean")),
+            Curve("after", _statistic("difference_abs_mean", "after")),
+        ),
+    ),
+    Panel(
+        "KL(rollout || trainer)",
+        "nats",
+        (Curve("before", _statistic("kl")), Curve("after", _statistic("kl", "after"))),
+        log=True,
+    ),
+    Panel(
+        "Tokens rejected and truncated by the correction",
+        "tokens of a step",
+        (Curve("rejected", _statistic("rejected_tokens")), Curve("truncated", _statistic("truncated_tokens"))),
+    ),
+    Panel(
+        "Clipped tokens",
+        "share of trained tokens",
+        (Curve("low", _statistic("clip_low_fraction")), Curve("high", _statistic("clip_high_fraction"))),
+    ),
+    Panel(
+        "Timers",
+        "seconds of a step",
+        (
+            Curve("rollout", _seconds("rollout")),
+            Curve("train", _seconds("train")),
+            Curve("weight update", _seconds("publish")),
+        ),
+    ),
+    Panel("Estimated training speed", "FLOP/s, all ranks", (Curve("train phase", lambda r: r.flops_per_s),)),
+    Panel("GPU memory of rank 0", "GiB", (Curve("peak", _memory("peak")), Curve("offloaded", _memory("offloaded")))),
+    Panel(
+        "Bytes changed by a step",
+        "% of published expert bytes",
+        (Curve("changed", lambda r: None if r.changed_share is None else 100 * r.changed_share),),
+    ),
+)
+
+
+def draw_runs(runs: Sequence[LoggedRun], path: Path) -> None:
+    """Draw all panels of all runs into one image file; the file's suffix says which kind."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = -(-len(PANELS) // _COLUMNS)
+    figure, axes = plt.subplots(rows, _COLUMNS, figsize=(5.2 * _COLUMNS, 3.6 * rows), squeeze=False)
+    for panel, axis in zip(PANELS, axes.flat, strict=False):
+        _panel(axis, panel, runs)
+    for axis in list(axes.flat)[len(PANELS) :]:
+        axis.set_axis_off()
+    notes = dict.fromkeys(note for run in runs for header in run.headers for note in header.notes)
+    text = "\n".join([f"Training FLOPs: {FLOPS_SOURCE}", *notes])
+    figure.text(0.01, 0.005, text, fontsize=7, color="0.3", va="bottom")
+    figure.tight_layout(rect=(0, 0.02 + 0.012 * len(notes), 1, 1))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _panel(axis: Any, panel: Panel, runs: Sequence[LoggedRun]) -> None:
+    labelled: set[str] = set()
+    positive = False
+    for run in runs:
+        variant = run.headers[0].variant
+        for curve, style in zip(panel.curves, _STYLES, strict=False):
+            points = [(r.step, value) for r in run.steps if (value := curve.value(r)) is not None]
+            if not points:
+                continue
+            label = f"{variant}: {curve.label}" if len(panel.curves) > 1 else variant
+            axis.plot(
+                *zip(*points, strict=True),
+                style,
+                color=_COLOURS.get(variant, "tab:green"),
+                linewidth=0.9,
+                alpha=0.8,
+                label=None if label in labelled else label,
+            )
+            labelled.add(label)
+            positive = positive or any(value > 0 for _, value in points)
+    axis.set(title=panel.title, xlabel="step", ylabel=panel.unit)
+    axis.title.set_fontsize(10)
+    if panel.log and positive:
+        axis.set_yscale("log")
+    if labelled:
+        axis.legend(fontsize=6)

@@ -1,0 +1,148 @@
+"""A run in one row: where it began, where it ended, and whether its bytes were checked."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+from rich.table import Table
+
+from weftmoe.telemetry.log import LoggedRun
+from weftmoe.telemetry.record import StepRecord
+
+__all__ = ["RunSummary", "summarize_run", "summary_table"]
+
+_WINDOW = 10
+
+
+class RunSummary(BaseModel):
+    """One run's row.
+
+    Attributes:
+        first_reward, last_reward: mean over the first and last `window` steps.
+        kl_1, kl_2: estimates of KL(rollout || trainer) at steps 1 and 2, in nats; None without such a step.
+        difference_first, difference_last: mean |trainer - rollout| log-prob over the windows.
+        versions_in_order: whether every step published the version after the one that it sampled from.
+        bytes_checked: steps whose publish was checked.
+        fixed_tokens: how many different results the re-scored fixed tokens had; None where they were not scored.
+        seconds: medians per phase.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    directory: str
+    variant: str
+    seed: int
+    steps: int
+    starts: int
+    rollout: str
+    notes: tuple[str, ...]
+    window: int
+    first_reward: float | None
+    last_reward: float | None
+    kl_1: float | None
+    kl_2: float | None
+    difference_first: float | None
+    difference_last: float | None
+    rejected_tokens: int
+    versions_in_order: bool
+    bytes_checked: int
+    fixed_tokens: int | None
+    trained_tokens: int
+    flops_per_s: float | None
+    peak_memory: int | None
+    seconds: dict[str, float]
+    versions: dict[str, str]
+
+
+def summarize_run(run: LoggedRun) -> RunSummary:
+    """Make the row."""
+    steps, first = run.steps, run.headers[0]
+    window = max(1, min(_WINDOW, len(steps) // 2)) if steps else 0
+    by_step = {record.step: record for record in steps}
+    fixed = {record.fixed_logp_sha256 for record in steps} - {None}
+    return RunSummary(
+        name=run.name,
+        directory=str(run.directory),
+        variant=first.variant,
+        seed=first.seed,
+        steps=len(steps),
+        starts=len(run.headers),
+        rollout=first.rollout,
+        notes=tuple(dict.fromkeys(note for header in run.headers for note in header.notes)),
+        window=window,
+        first_reward=_mean([record.reward for record in steps[:window]]),
+        last_reward=_mean([record.reward for record in steps[len(steps) - window :]]),
+        kl_1=by_step[1].before["kl"] if 1 in by_step else None,
+        kl_2=by_step[2].before["kl"] if 2 in by_step else None,
+        difference_first=_mean([record.before["difference_abs_mean"] for record in steps[:window]]),
+        difference_last=_mean([record.before["difference_abs_mean"] for record in steps[len(steps) - window :]]),
+        rejected_tokens=sum(int(record.before["rejected_tokens"]) for record in steps),
+        versions_in_order=all(record.published_version == record.served_version + 1 for record in steps),
+        bytes_checked=sum(record.byte_check.matched is True for record in steps),
+        fixed_tokens=len(fixed) if fixed else None,
+        trained_tokens=steps[-1].total.trained if steps else 0,
+        flops_per_s=_median([record.flops_per_s for record in steps]),
+        peak_memory=max((record.memory.get("peak", 0) for record in steps), default=None),
+        seconds=_medians(steps),
+        versions=first.versions,
+    )
+
+
+def summary_table(rows: Sequence[RunSummary]) -> Table:
+    """The rows for a terminal."""
+    table = Table(title="Runs")
+    for heading, justify in _COLUMNS:
+        table.add_column(heading, justify=justify)
+    for row in rows:
+        table.add_row(
+            row.name,
+            str(row.steps),
+            f"{_number(row.first_reward, '.3f')} -> {_number(row.last_reward, '.3f')}",
+            f"{_number(row.difference_first, '.4f')} -> {_number(row.difference_last, '.4f')}",
+            f"{_number(row.kl_1, '.2e')}, {_number(row.kl_2, '.2e')}",
+            str(row.rejected_tokens),
+            f"{row.bytes_checked} of {row.steps}",
+            "yes" if row.versions_in_order else "NO",
+            "-" if row.fixed_tokens is None else str(row.fixed_tokens),
+            " / ".join(f"{row.seconds.get(name, math.nan):.2f}" for name in ("rollout", "train", "publish")),
+            row.rollout,
+        )
+    return table
+
+
+_COLUMNS: tuple[tuple[str, Any], ...] = (
+    ("run", "left"),
+    ("steps", "right"),
+    ("reward", "right"),
+    ("|log-prob difference|", "right"),
+    ("KL of steps 1, 2", "right"),
+    ("rejected", "right"),
+    ("bytes checked", "right"),
+    ("versions in order", "left"),
+    ("fixed-token results", "right"),
+    ("s: rollout / train / publish", "right"),
+    ("rollout", "left"),
+)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return sorted(values)[len(values) // 2] if values else None
+
+
+def _medians(steps: Sequence[StepRecord]) -> dict[str, float]:
+    names = sorted({name for record in steps for name in record.seconds})
+    found: dict[str, float] = {}
+    for name in names:
+        values = sorted(record.seconds[name] for record in steps if name in record.seconds)
+        found[name] = values[len(values) // 2]
+    return found

@@ -1,0 +1,99 @@
+"""The JSON-lines log of a run: `steps.jsonl` in its directory.
+
+Lines are headers (`kind` "run") and step records (`kind` "step"), each written whole and flushed. A resumed run appends:
+its header comes next, and its records replace those of the same steps before it.
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from pydantic import ValidationError
+
+from weftmoe.telemetry.record import RunHeader, StepRecord
+from weftpub.errors import ConfigError
+
+__all__ = ["LOG_NAME", "LoggedRun", "RunLog", "read_log"]
+
+LOG_NAME = "steps.jsonl"
+
+
+class RunLog:
+    """Appends records. Use it as a context manager."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / LOG_NAME
+        torn = path.is_file() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
+        self._file = path.open("a", encoding="utf-8")
+        if torn:  # a killed run's half line; it gets a line of its own, which readers pass over
+            self._file.write("\n")
+
+    def write(self, record: RunHeader | StepRecord) -> None:
+        """Append one line and hand it to the operating system."""
+        self._file.write(record.model_dump_json() + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Write everything to disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class LoggedRun:
+    """A log, read.
+
+    Attributes:
+        directory: the run's.
+        headers: one per start.
+        steps: the last record of each step, in order of steps.
+    """
+
+    directory: Path
+    headers: tuple[RunHeader, ...]
+    steps: tuple[StepRecord, ...]
+
+    @property
+    def name(self) -> str:
+        """The run in a legend: variant and seed."""
+        first = self.headers[0]
+        return f"{first.variant} seed {first.seed}"
+
+
+def read_log(directory: Path) -> LoggedRun:
+    """Read a run's log.
+
+    Raises:
+        ConfigError: there is none, it has no header, or a line is no record.
+    """
+    path = directory / LOG_NAME
+    if not path.is_file():
+        raise ConfigError(f"{directory} holds no {LOG_NAME}; give the directory that a run wrote to (its --out)")
+    headers: list[RunHeader] = []
+    steps: dict[int, StepRecord] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            data = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # the half line of a killed run
+        try:
+            if data["kind"] == "run":
+                headers.append(RunHeader.model_validate(data))
+            else:
+                record = StepRecord.model_validate(data)
+                steps[record.step] = record
+        except (KeyError, TypeError, ValidationError) as error:
+            raise ConfigError(f"{path}, line {number}: not a record of this version: {error}") from None
+    if not headers:
+        raise ConfigError(f"{path} has no header line; it is not the log of a run")
+    return LoggedRun(directory, tuple(headers), tuple(steps[step] for step in sorted(steps)))

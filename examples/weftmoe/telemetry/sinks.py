@@ -1,0 +1,110 @@
+"""TensorBoard and Weights & Biases, where they are installed; a run needs neither."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any, Literal, Protocol, Self
+
+from weftmoe.telemetry.record import RunHeader, StepRecord
+from weftpub.errors import ConfigError
+
+__all__ = ["Sink", "Sinks", "WandbMode", "open_sinks"]
+
+WandbMode = Literal["off", "offline", "online"]
+
+
+class Sink(Protocol):
+    """Takes the numbers of each step."""
+
+    def write(self, record: StepRecord) -> None: ...
+    def close(self) -> None: ...
+
+
+class _TensorBoard:
+    def __init__(self, directory: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(directory))
+
+    def write(self, record: StepRecord) -> None:
+        for name, value in record.scalars():
+            self._writer.add_scalar(name, value, record.step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    def __init__(self, directory: Path, header: RunHeader, mode: WandbMode, project: str) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project=project,
+            name=f"{header.variant}-{header.seed}-{header.run_id}",
+            dir=str(directory),
+            mode=mode,
+            config=header.settings,
+        )
+
+    def write(self, record: StepRecord) -> None:
+        self._run.log(dict(record.scalars()), step=record.step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Sinks:
+    """Several sinks as one. Use it as a context manager.
+
+    Attributes:
+        missing: what was left out, and why, in words.
+    """
+
+    def __init__(self, sinks: list[Sink], missing: tuple[str, ...]) -> None:
+        self._sinks = sinks
+        self.missing = missing
+
+    def write(self, record: StepRecord) -> None:
+        """Give the record to all of them."""
+        for sink in self._sinks:
+            sink.write(record)
+
+    def close(self) -> None:
+        """Close all of them."""
+        for sink in self._sinks:
+            sink.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_sinks(
+    directory: Path, header: RunHeader, *, tensorboard: bool = True, wandb: WandbMode = "off", project: str = "weftmoe"
+) -> Sinks:
+    """Open the wanted sinks.
+
+    Args:
+        directory: the run's; sinks get a folder each in it.
+        header: of this start.
+        tensorboard: wanted if it is installed; its absence is only noted.
+        wandb: "offline" and "online" are explicit wishes.
+        project: of Weights & Biases.
+
+    Raises:
+        ConfigError: Weights & Biases is asked for and not installed.
+    """
+    sinks: list[Sink] = []
+    missing: list[str] = []
+    if tensorboard:
+        if importlib.util.find_spec("tensorboard") is not None:
+            sinks.append(_TensorBoard(directory / "tensorboard"))
+        else:
+            missing.append("TensorBoard is not installed: no event files")
+    if wandb != "off":
+        if importlib.util.find_spec("wandb") is None:
+            raise ConfigError(f"telemetry.wandb={wandb!r}, but wandb is not installed; install wandb or set 'off'")
+        made: Any = _Wandb(directory, header, wandb, project)
+        sinks.append(made)
+    return Sinks(sinks, tuple(missing))
