@@ -627,10 +627,13 @@ def section_memory(report: Report, shape: Shape) -> None:
             for name, value in (("between", between), ("without_gradients", resting), ("peak_of_step", peak)):
                 row[f"{name}_bytes"] = value
                 row[f"{name}_per_expert_parameter"] = round(value / shape.expert_numel, 3)
+            trainer.end()
+            del trainer, buffer
+            clean()
+            # What Megatron's own hooks keep alive; an attachment must not keep more.
+            row["kept_after_close_bytes"] = allocated() - start
             rows.append(row)
             print("  ", row, flush=True)
-            trainer.end()
-            del trainer
     report.data["memory"] = {"expert_parameters": shape.expert_numel, "rows": rows}
 
 
@@ -805,6 +808,7 @@ def main() -> int:
     parser.add_argument("--only", default="layer,accumulate,schedule,memory,checkpoint,training")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--optimizer", choices=["adam", "muon"], default="adam", help="of the training section")
+    parser.add_argument("--commit", default="unknown", help="what this tree was made from, for the record")
     parser.add_argument("--text", type=Path, help="text of the training section")
     parser.add_argument("--tiny", action="store_true", help="small sizes everywhere, to check this script")
     parser.add_argument("--draw", action="store_true", help="only draw the picture, from OUT/megatron_adapter.json")
@@ -829,7 +833,7 @@ def main() -> int:
         ),
     }
     report = Report()
-    report.data["environment"] = environment()
+    report.data["environment"] = environment() | {"commit": arguments.commit}
     report.data["seconds"] = {}
     for name in arguments.only.split(","):
         began = time.monotonic()
