@@ -2,11 +2,12 @@
 any bytes.
 
 One convention rules here: blocks of 128x128, codes in float8_e4m3fn, ``value = code * dequant scale``. The numeric
-contract is recipe.py, the plain-torch reference (bit-exact on a CPU) reference.py, the GPU kernels triton_quantize.py
-and triton_checksum.py. Importing this package imports no Triton.
+contract is recipe.py, the plain-torch reference (bit-exact on a CPU) reference.py, the GPU kernels triton_quantize.py,
+triton_checksum.py and triton_copy.py. Importing this package imports no Triton.
 """
 
-from .checksum import checksum, checksum_many, checksum_rows_from_sums
+from .checksum import SpanChecksums, checksum, checksum_many, checksum_rows_from_sums, checksum_spans
+from .copies import SpanCopies, copy_spans
 from .entry import dequantize, quantize_into, quantize_pair
 from .errors import (
     ApproximateOnCpuError,
@@ -34,11 +35,15 @@ __all__ = [
     "QuantizedPair",
     "Recipe",
     "ShapeError",
+    "SpanChecksums",
+    "SpanCopies",
     "UnfitPresetError",
     "UnknownPresetError",
     "checksum",
     "checksum_many",
     "checksum_rows_from_sums",
+    "checksum_spans",
+    "copy_spans",
     "dequantize",
     "quantize_into",
     "quantize_pair",

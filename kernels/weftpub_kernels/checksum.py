@@ -21,6 +21,7 @@ Any other change escapes with a chance of about 2^-64. This guards against fault
 Checksums are signed 64-bit integers, as torch holds them: ``checksum(t) == int(checksum_many([t])[0])``.
 """
 
+import ctypes
 import functools
 from collections.abc import Sequence
 
@@ -33,9 +34,11 @@ from .recipe import BLOCK, TILE_PARTS
 
 __all__ = [
     "MULTIPLIER",
+    "SpanChecksums",
     "checksum",
     "checksum_many",
     "checksum_rows_from_sums",
+    "checksum_spans",
     "finish",
     "power",
     "powers",
@@ -100,11 +103,64 @@ def checksum_many(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         _refuse_released(tensors)
     counts = np.array([t.numel() * t.element_size() for t in tensors], dtype=np.int64)
     if device.type == "cuda":
-        from .triton_checksum import sums_on_device, upload
-
-        return finish(sums_on_device(addresses, counts, device), upload(counts, device))
+        return SpanChecksums(device).compute(addresses, counts)
     sums = [_sum_of_bytes(t.reshape(-1).view(torch.uint8)) for t in tensors]
     return finish(torch.tensor(sums, dtype=torch.int64), torch.from_numpy(counts))
+
+
+def checksum_spans(addresses: np.ndarray, counts: np.ndarray, device: torch.device) -> torch.Tensor:
+    """int64 [n] on ``device``: the checksum of ``counts[i]`` bytes at each ``addresses[i]``, both int64 [n].
+
+    For who has thousands of spans of a few tensors: no object for each. The caller vouches for the addresses: memory of
+    ``device`` that stays while the work is under way. On a GPU one launch reads it all, on the current stream. Raises
+    ShapeError.
+    """
+    return SpanChecksums(device).compute(addresses, counts)
+
+
+class SpanChecksums:
+    """`checksum_spans`, again and again: what was worked out and uploaded for the last call serves the next one as far
+    as it is the same. Holds tables, none of the memory that is read.
+
+    Args:
+        device: a CPU or a GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._spans: tuple[np.ndarray, np.ndarray] | None = None
+        self._tables: tuple[tuple[torch.Tensor, ...], int, torch.Tensor] | None = None
+
+    def compute(self, addresses: np.ndarray, counts: np.ndarray) -> torch.Tensor:
+        """int64 [n] on the device, as `checksum_spans`."""
+        if len(addresses) != len(counts) or (counts < 0).any() or (addresses[counts > 0] < _LOW).any():
+            raise ShapeError(
+                f"{len(addresses)} addresses with {len(counts)} byte counts: expected as many, addresses of memory and "
+                "counts from 0; is a tensor offloaded?"
+            )
+        if self._device.type == "cuda":
+            return self._on_gpu(addresses.astype(np.int64, copy=False), counts.astype(np.int64, copy=False))
+        sums = [_sum_of_bytes(_memory(a, n)) for a, n in zip(addresses.tolist(), counts.tolist(), strict=True)]
+        return finish(torch.tensor(sums, dtype=torch.int64), torch.from_numpy(counts.astype(np.int64)))
+
+    def _on_gpu(self, addresses: np.ndarray, counts: np.ndarray) -> torch.Tensor:
+        from .triton_checksum import launch_sums, upload, work
+
+        same = self._spans is not None and all(map(np.array_equal, self._spans, (addresses, counts)))
+        if self._tables is None or not same:
+            *tables, programs = work(addresses, counts)
+            uploaded = tuple(upload(table, self._device) for table in tables)
+            self._tables = uploaded, programs, upload(counts, self._device)
+            self._spans = addresses.copy(), counts.copy()
+        tables, programs, lengths = self._tables
+        return finish(launch_sums(tables, programs, len(counts), self._device), lengths)
+
+
+def _memory(address: int, count: int) -> torch.Tensor:
+    """uint8 [count] over host memory at an address, which the caller keeps alive."""
+    if not count:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer((ctypes.c_uint8 * count).from_address(address), dtype=torch.uint8)
 
 
 def _refuse(tensors: Sequence[torch.Tensor]) -> None:

@@ -8,6 +8,7 @@ since it is modular.
 """
 
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from .checksum import MULTIPLIER, power, powers
 from .errors import ShapeError
 
-__all__ = ["WARPS", "places", "sum_chunks", "sums_on_device", "upload", "work"]
+__all__ = ["WARPS", "launch_sums", "places", "sum_chunks", "sums_on_device", "upload", "work"]
 
 WARPS = 4
 _ROWS = 512  # 16-byte words of one step: four per thread, so that four loads are under way
@@ -44,7 +45,8 @@ def sum_chunks(table, owner, first_chunk, weights, low_places, high_places, undo
     head = (address & 15).to(gl.int32)
     end = gl.load(table + 2 * tensor + 1) + head  # bytes from the aligned start to the end of the tensor
     start = chunk.to(gl.int64) * _CHUNK
-    words = (address - head + start).to(gl.pointer_type(gl.int32))
+    # Said, not inferred: without it every 16-byte word is read as four of 4.
+    words = gl.multiple_of((address - head + start).to(gl.pointer_type(gl.int32)), 16)
     if (start >= head) & (start + _CHUNK <= end):
         acc = _fold(words, 0, 0, _CHUNK // _STEP, False)
     else:
@@ -112,11 +114,16 @@ def _sum_word(value):
 def sums_on_device(addresses: np.ndarray, counts: np.ndarray, device: torch.device) -> torch.Tensor:
     """int64 [n] on the GPU: h of ``counts[i]`` bytes at each ``addresses[i]``; one launch, on the current stream."""
     *tables, programs = work(addresses, counts)
+    return launch_sums([upload(table, device) for table in tables], programs, len(counts), device)
+
+
+def launch_sums(tables: Sequence[torch.Tensor], programs: int, count: int, device: torch.device) -> torch.Tensor:
+    """int64 [count] on the GPU: h of each tensor of the uploaded ``tables`` of `work`; one launch, on the current
+    stream."""
     with torch.cuda.device(device):
-        result = torch.zeros(len(counts), dtype=torch.int64, device=device)
+        result = torch.zeros(count, dtype=torch.int64, device=device)
         if programs:
-            arguments = [upload(table, device) for table in tables]
-            sum_chunks[(programs,)](*arguments, *places(device), result, num_warps=WARPS)
+            sum_chunks[(programs,)](*tables, *places(device), result, num_warps=WARPS)
     return result
 
 
@@ -126,7 +133,7 @@ def work(addresses: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndar
     chunks = np.where(counts > 0, -(-((addresses & 15) + counts) // _CHUNK.value), 0)
     first = np.concatenate(([0], np.cumsum(chunks)))
     limit = _SIDE.value**2
-    if chunks.max() > limit or first[-1] >= 1 << 31:
+    if chunks.max(initial=0) > limit or first[-1] >= 1 << 31:
         found = f"{int(counts.max())} bytes in one tensor, {int(counts.sum())} in all"
         raise ShapeError(f"{found}; one checksum takes {limit * _CHUNK.value}, one call {_CHUNK.value << 31}")
     owner = np.repeat(np.arange(len(counts), dtype=np.int32), chunks)

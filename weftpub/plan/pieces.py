@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from weftpub.errors import ConfigError
 from weftpub.plan.boxes import Box, Index
 from weftpub.plan.dtypes import itemsize
@@ -67,12 +69,17 @@ class PieceTable:
     pieces: tuple[Piece, ...]
 
     @cached_property
+    def by_sender(self) -> dict[int, "np.ndarray[tuple[int], np.dtype[np.int64]]"]:
+        """Sender rank to the indices of its pieces, in the table's order."""
+        found: dict[int, list[int]] = {}
+        for index, piece in enumerate(self.pieces):
+            found.setdefault(self.part.moves[piece.move].send_rank, []).append(index)
+        return {sender: np.array(indices, dtype=np.int64) for sender, indices in found.items()}
+
+    @cached_property
     def chunks(self) -> dict[int, tuple[Chunk, ...]]:
         """Sender rank to its chunks, in the order in which it sends them."""
-        by_sender: dict[int, list[int]] = {}
-        for index, piece in enumerate(self.pieces):
-            by_sender.setdefault(self.part.moves[piece.move].send_rank, []).append(index)
-        return {sender: tuple(self.pack(indices)) for sender, indices in by_sender.items()}
+        return {sender: tuple(self.pack(indices.tolist())) for sender, indices in self.by_sender.items()}
 
     def describe(self, index: int) -> str:
         """The piece in words, for error messages: name, and which part of it if it is not whole."""

@@ -24,6 +24,8 @@ def check_replicas(plan: Plan, replicas: Sequence[Mapping[str, int]]) -> None:
     Raises:
         ManifestError: names the tensors and ranks that differ.
     """
+    if not any(replicas):
+        return
     first: dict[tuple[str, object], tuple[int, int]] = {}
     differing: list[str] = []
     for shard in plan.sources:
@@ -52,7 +54,7 @@ def assemble(tables: Mapping[int, PieceTable], pieces: Sequence[Mapping[str, str
     found: dict[int, bytes] = {}
     for receiver, table in tables.items():
         values = np.zeros(len(table.pieces), dtype=np.uint64)
-        for sender, indices in senders_of(table).items():
+        for sender, indices in table.by_sender.items():
             reported = decode(pieces[sender].get(str(receiver), ""))
             if len(reported) != len(indices):
                 raise ManifestError(
@@ -88,8 +90,8 @@ def compare_sha256(
                 f"receiver rank {receiver} returned {len(found)} sha256 for its {len(table.pieces)} pieces; do both "
                 "sides run the same release?"
             )
-        for sender, indices in senders_of(table).items():
-            for index, expected in zip(indices, sent[sender][str(receiver)], strict=True):
+        for sender, indices in table.by_sender.items():
+            for index, expected in zip(indices.tolist(), sent[sender][str(receiver)], strict=True):
                 name = table.describe(index)
                 digests[name] = expected
                 if found[index] != expected:
@@ -99,11 +101,3 @@ def compare_sha256(
             f"sha256 of {len(differing)} tensors differs between trainer and engine: {listing(differing, 4)}"
         )
     return digests
-
-
-def senders_of(table: PieceTable) -> dict[int, list[int]]:
-    """Sender rank to the indices of its pieces, in the table's order."""
-    found: dict[int, list[int]] = {}
-    for index, piece in enumerate(table.pieces):
-        found.setdefault(table.part.moves[piece.move].send_rank, []).append(index)
-    return found

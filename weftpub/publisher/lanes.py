@@ -11,10 +11,11 @@ import numpy as np
 from weftpub.plan import Chunk, PieceTable, Plan, ViewSpec, cut_pieces
 from weftpub.publisher.sources import SourceIndex
 from weftpub.transport import CopyTable, narrow_view
-from weftpub.transport.regions import dense_offset
+from weftpub.transport.tensors import dense_offset
 from weftpub.wire.messages import ListedLayout, PackedLayout
+from weftpub.wire.offers import Offer
 
-__all__ = ["Lane", "Parcel", "build_lanes"]
+__all__ = ["Lane", "Parcel", "Shown", "build_lanes"]
 
 type Indices = np.ndarray[tuple[int], np.dtype[np.int64]]
 
@@ -27,15 +28,52 @@ class Parcel:
         nbytes: bytes of its pieces, gaps included where it is packed.
         layout: how the receiver finds the pieces; None: listed once the offers' offsets are known.
         pack: copies into the staging buffer; None for pieces that are shown where they are.
-        pieces: indices in the receiver's piece table, for a parcel shown in place.
-        places: for each of them buffer name and byte offset.
+        shown: the pieces that are shown where they are; None for others.
     """
 
     nbytes: int
     layout: PackedLayout | ListedLayout | None
     pack: CopyTable | None
-    pieces: tuple[int, ...] = ()
-    places: tuple[tuple[str, int], ...] = ()
+    shown: "Shown | None" = None
+
+
+class Shown:
+    """Pieces that are shown where they lie in the sender's buffers.
+
+    Args:
+        pieces: indices in the receiver's piece table.
+        places: for each of them buffer name and byte offset.
+    """
+
+    def __init__(self, pieces: Sequence[int], places: Sequence[tuple[str, int]]) -> None:
+        numbers: dict[str, int] = {}
+        self._pieces = np.array(pieces, dtype="<i8").tobytes()
+        self._buffer = np.array([numbers.setdefault(name, len(numbers)) for name, _ in places], dtype=np.int64)
+        self._offset = np.array([offset for _, offset in places], dtype=np.int64)
+        self.names = tuple(numbers)
+        self._last: tuple[tuple[tuple[str, int], ...], ListedLayout] | None = None
+
+    def offer(self, exports: Mapping[str, tuple[Offer, int]]) -> tuple[tuple[Offer, ...], ListedLayout]:
+        """What to offer, each allocation once, and where the pieces lie therein.
+
+        Args:
+            exports: buffer name to the offer of its allocation, and its byte offset in it.
+        """
+        exported = [exports[name] for name in self.names]
+        numbers: dict[str, int] = {}
+        offers: list[Offer] = []
+        for offer, _ in exported:
+            if numbers.setdefault(offer.allocation, len(offers)) == len(offers):
+                offers.append(offer)
+        key = tuple((offer.allocation, offset) for offer, offset in exported)
+        if self._last is None or self._last[0] != key:
+            allocation = np.array([numbers[offer.allocation] for offer, _ in exported], dtype="<i8")[self._buffer]
+            offset = np.array([offset for _, offset in exported], dtype=np.int64)[self._buffer] + self._offset
+            layout = ListedLayout(
+                pieces=self._pieces, buffers=allocation.tobytes(), offsets=offset.astype("<i8", copy=False).tobytes()
+            )
+            self._last = key, layout
+        return tuple(offers), self._last[1]
 
 
 @dataclass(eq=False)
@@ -90,7 +128,7 @@ class Lane:
         }
         if places:
             nbytes = sum(self.table.pieces[piece].nbytes for piece in places)
-            yield Parcel(nbytes, None, None, tuple(places), tuple(places.values()))
+            yield Parcel(nbytes, None, None, Shown(tuple(places), tuple(places.values())))
         for chunk in self.table.pack([piece for piece in self.pieces if piece not in places]):
             yield Parcel(
                 chunk.nbytes, listed(chunk.pieces, [0] * len(chunk.pieces), chunk.offsets), _copies(chunk, views)

@@ -7,6 +7,7 @@ publish looks at a few pointers instead of at thousands of tensors.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from weftpub.errors import PlanError
 from weftpub.plan import Plan, Shard, ViewSpec, dtype_name
 from weftpub.plan.views import listing
 from weftpub.transport import FlatTensors, RegionTable
+from weftpub_kernels.pair import has_storage
 
 __all__ = ["SourceBuffers", "SourceIndex", "as_buffers"]
 
@@ -40,6 +42,39 @@ class SourceBuffers:
     in_place: bool = False
     keep: bool = False
 
+    @classmethod
+    def of_tensors(
+        cls, tensors: Mapping[str, torch.Tensor], *, in_place: bool = False, keep: bool = False
+    ) -> "SourceBuffers":
+        """Sources whose buffers are the memory that the tensors share: a store's thousands of canonical tensors are
+        views of a few. Make it once, publish it as often as the tensors stay views of the same storages; what is freed
+        and brought back behind a storage is found again.
+
+        Args:
+            tensors: canonical name to tensor.
+            in_place, keep: see the attributes.
+
+        Raises:
+            PlanError: something that is no tensor; names it.
+        """
+        buffers: dict[str, torch.Tensor] = {}
+        names: dict[tuple[int, torch.dtype], str] = {}
+        views: dict[str, ViewSpec] = {}
+        for name, tensor in tensors.items():
+            _require_tensor(name, tensor)
+            if not has_storage(tensor):
+                raise PlanError(f"{name}: has no memory behind it, it was released; make the sources while it is there")
+            storage = tensor.untyped_storage()
+            # The storage object is the same for all views of it, also while its memory is released.
+            key = names.setdefault((storage._cdata, tensor.dtype), name)
+            if key == name:
+                whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+                buffers[key] = whole.set_(storage, 0, (storage.nbytes() // tensor.element_size(),), (1,))
+            views[name] = ViewSpec(
+                key, int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()), dtype_name(tensor.dtype)
+            )
+        return cls(buffers, views, in_place, keep)
+
 
 def as_buffers(sources: Mapping[str, torch.Tensor] | SourceBuffers) -> SourceBuffers:
     """Sources in the form of buffers: every plain tensor is a buffer of its own name.
@@ -50,13 +85,17 @@ def as_buffers(sources: Mapping[str, torch.Tensor] | SourceBuffers) -> SourceBuf
     if isinstance(sources, SourceBuffers):
         return sources
     for name, tensor in sources.items():
-        if not isinstance(tensor, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise PlanError(f"{name}: expected a tensor to publish, found {type(tensor).__name__}")
+        _require_tensor(name, tensor)
     views = {
         name: ViewSpec(name, 0, tuple(tensor.shape), tuple(tensor.stride()), dtype_name(tensor.dtype))
         for name, tensor in sources.items()
     }
     return SourceBuffers(sources, views)
+
+
+def _require_tensor(name: str, tensor: object) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise PlanError(f"{name}: expected a tensor to publish, found {type(tensor).__name__}")
 
 
 class SourceIndex:
@@ -78,6 +117,9 @@ class SourceIndex:
         _check_sources(rank, self.shards, views)
         self._regions: dict[ViewSpec, int] = {}
         self._names: dict[int, str] = {}
+        self._last: tuple[frozenset[str], int, np.ndarray[tuple[int], np.dtype[np.int64]], tuple[str, ...]] | None = (
+            None
+        )
         self._table: RegionTable | None = None
         self._needs: dict[str, tuple[int, str]] = {}
         for name, view in views.items():
@@ -116,21 +158,31 @@ class SourceIndex:
             PlanError: `known` names a tensor that this rank does not send: under its right name nothing would be
                 compared.
         """
-        unknown = sorted(known.keys() - self.views.keys())
-        if unknown:
-            raise PlanError(
-                f"checksums were given for {len(unknown)} tensors that this sender rank does not publish: "
-                f"{listing(unknown)}; give them by canonical name, of this rank's tensors only"
-            )
         regions = self.regions
         result = np.zeros(len(regions), dtype=np.uint64)
-        given = {number: known[name] & _MASK for number, name in self._names.items() if name in known}
-        if given:
-            result[list(given)] = np.array(list(given.values()), dtype=np.uint64)
-        missing = [number for number in range(len(regions)) if number not in given]
-        if missing:
-            result[missing] = regions.checksums(tensors, scratch_bytes, missing)
+        missing = np.ones(len(regions), dtype=np.bool_)
+        if known:
+            numbers, names = self._given(known)
+            result[numbers] = _integers(known, names)
+            missing[numbers] = False
+        if missing.any():
+            result[missing] = regions.checksums(tensors, scratch_bytes, np.flatnonzero(missing).tolist())
         return result
+
+    def _given(self, known: Mapping[str, int]) -> tuple["np.ndarray[tuple[int], np.dtype[np.int64]]", tuple[str, ...]]:
+        """Numbers and names of the regions whose checksums are in `known`; nearly always the same at every publish."""
+        last = self._last
+        if last is None or last[1] != len(self._names) or len(last[0]) != len(known) or not last[0] >= known.keys():
+            unknown = sorted(known.keys() - self.views.keys())
+            if unknown:
+                raise PlanError(
+                    f"checksums were given for {len(unknown)} tensors that this sender rank does not publish: "
+                    f"{listing(unknown)}; give them by canonical name, of this rank's tensors only"
+                )
+            pairs = [(number, name) for number, name in self._names.items() if name in known]
+            numbers = np.array([number for number, _ in pairs], dtype=np.int64)
+            last = self._last = frozenset(known), len(self._names), numbers, tuple(name for _, name in pairs)
+        return last[2:]
 
     def check(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """PlanError unless every buffer is there, has the dtype of its views and reaches to their last elements."""
@@ -166,3 +218,14 @@ def _check_sources(rank: int, shards: Mapping[str, Shard], views: Mapping[str, V
                 f"{name}: sender rank {rank} handed over {view.dtype} {list(view.shape)}, planned was {shard.dtype} "
                 f"{list(shard.shape)}"
             )
+
+
+def _integers(known: Mapping[str, int], names: tuple[str, ...]) -> "np.ndarray[tuple[int], np.dtype[np.uint64]]":
+    """The known checksums of `names` modulo 2^64: they may be signed, as the kernels give them, or not."""
+    if not names:
+        return np.zeros(0, dtype=np.uint64)
+    values = itemgetter(*names, names[-1])(known)[:-1]  # of two names at least it always makes a tuple
+    try:
+        return np.array(values, dtype=np.int64).view(np.uint64)
+    except OverflowError:
+        return np.array([value & _MASK for value in values], dtype=np.uint64)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from weftpub.channel import Deadline, wait_any
 from weftpub.errors import TransportError, WeftpubError
-from weftpub.publisher.lanes import Lane, Parcel, listed
+from weftpub.publisher.lanes import Lane, Parcel
 from weftpub.publisher.peers import PeerLink
 from weftpub.publisher.sources import SourceBuffers
 from weftpub.publisher.staging import Staged, StagingPool
@@ -151,12 +151,14 @@ class Transfer:
             return False
         parcel = p.parcels[p.following]
         staged: Staged | None = None
-        if parcel.pack is None:
-            offers, layout = self._offers_in_place(p.route.kind, parcel)
+        if parcel.shown is not None:
+            offers, layout = parcel.shown.offer(self._exports[p.route.kind])
+            wait_for_devices(self._tensors.devices)
         else:
             staged = self._pool.take(p.route.kind, link)
             if staged is None:
                 return False
+            assert parcel.pack is not None, "a parcel is packed or shown"
             parcel.pack.gather(self._tensors, [staged.buffer.tensor])
             wait_for_devices(self._tensors.devices)
             offers, layout = (staged.buffer.offer,), parcel.layout
@@ -183,19 +185,6 @@ class Transfer:
         self.nbytes += parcel.nbytes
         self.chunks += 1
         return True
-
-    def _offers_in_place(self, kind: TransportKind, parcel: Parcel) -> tuple[tuple[Offer, ...], m.ListedLayout]:
-        exports = self._exports[kind]
-        numbers: dict[str, int] = {}
-        for name, _ in parcel.places:
-            numbers.setdefault(name, len(numbers))
-        wait_for_devices(self._tensors.devices)
-        layout = listed(
-            parcel.pieces,
-            [numbers[name] for name, _ in parcel.places],
-            [exports[name][1] + offset for name, offset in parcel.places],
-        )
-        return tuple(exports[name][0] for name in numbers), layout
 
     def _receive(
         self, progress: dict[PeerLink, _Progress], users: Mapping[TransportKind, set[PeerLink]], seconds: float

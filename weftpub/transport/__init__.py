@@ -4,8 +4,9 @@ from weftpub.transport.base import ReceiveTransport, SendBuffer, SendTransport, 
 from weftpub.transport.choose import TransportWish, find_candidates, open_receive_transports, open_send_transport
 from weftpub.transport.cuda_ipc import CudaIpcReceive, CudaIpcSend, export_obstacle
 from weftpub.transport.inprocess import InProcessReceive, InProcessSend
-from weftpub.transport.regions import CopyTable, FlatTensors, RegionTable, narrow_view, settle, wait_for_devices
+from weftpub.transport.regions import CopyTable, RegionTable
 from weftpub.transport.shared_memory import SharedMemoryReceive, SharedMemorySend, sweep_abandoned
+from weftpub.transport.tensors import FlatTensors, narrow_view, settle, wait_for_devices
 
 __all__ = [
     "CopyTable",

@@ -19,7 +19,7 @@ from weftpub.device import resolve_device
 from weftpub.errors import TransportError
 from weftpub.transport import cuda_driver
 from weftpub.transport.base import SendBuffer, TransportKind
-from weftpub.transport.regions import wait_for_devices
+from weftpub.transport.tensors import wait_for_devices
 from weftpub.wire.identity import device_index, gpu_uuid, local_identity
 from weftpub.wire.offers import CudaIpcOffer, Offer
 

@@ -12,7 +12,7 @@ import weftpub_kernels
 from weftpub.errors import PlanError, TransportError
 from weftpub.plan import ViewSpec, dtype_name
 from weftpub.transport import CopyTable, FlatTensors, RegionTable, narrow_view
-from weftpub.transport.regions import bits_dtype
+from weftpub.transport.tensors import bits_dtype
 
 DTYPES = [torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.bool]
 
@@ -73,10 +73,10 @@ def test_neighbours_on_both_sides_are_one_copy() -> None:
     what lies together is copied together, and a layer whose experts lie alike costs one copy."""
     experts = torch.zeros(64, 8, 10, dtype=torch.uint8)
     views = [spec("w", experts[e], experts) for e in range(64)]
-    assert len(CopyTable.compile(views, [80 * e for e in range(64)]).runs) == 1
-    assert len(CopyTable.compile(views, [80 * e + (e > 31) for e in range(64)]).runs) == 2
-    assert len(CopyTable.compile(views, [80 * (63 - e) for e in range(64)]).runs) == 64
-    assert len(CopyTable.compile(views, [80 * e for e in range(64)], [0] * 32 + [1] * 32).runs) == 2
+    assert len(CopyTable.compile(views, [80 * e for e in range(64)])) == 1
+    assert len(CopyTable.compile(views, [80 * e + (e > 31) for e in range(64)])) == 2
+    assert len(CopyTable.compile(views, [80 * (63 - e) for e in range(64)])) == 64
+    assert len(CopyTable.compile(views, [80 * e for e in range(64)], [0] * 32 + [1] * 32)) == 2
 
 
 def test_a_buffer_that_is_too_short_is_refused() -> None:

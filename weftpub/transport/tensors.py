@@ -1,0 +1,215 @@
+"""The bytes of named tensors: where they are at this moment, and how a view of one decomposes into rows of bytes.
+
+Layouts are compiled once and kept; pointers enter only through `FlatTensors`, which lives for one publish.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from weftpub.errors import PlanError
+from weftpub.plan import ViewSpec, torch_dtype
+from weftpub.plan.boxes import Index
+from weftpub_kernels.pair import has_storage
+
+__all__ = [
+    "FlatTensors",
+    "Integers",
+    "Places",
+    "Rows",
+    "bits_dtype",
+    "dense_offset",
+    "narrow_view",
+    "rows_of",
+    "settle",
+    "wait_for_devices",
+]
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+type Integers = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+
+def narrow_view(view: ViewSpec, start: Index, shape: Index) -> ViewSpec:
+    """The box of `view` that begins at `start` and has `shape`."""
+    offset = view.offset + sum(s * k for s, k in zip(start, view.stride, strict=True))
+    return ViewSpec(view.param, offset, shape, view.stride, view.dtype)
+
+
+def wait_for_devices(devices: Iterable[torch.device]) -> None:
+    """Return when everything that this thread enqueued on the devices is done; nothing to wait for on a CPU."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+
+def settle(devices: Iterable[torch.device]) -> None:
+    """Return when everything that anybody in this process enqueued on the devices is done: before memory is shown to
+    another process, or written for it, whoever wrote or read it last, on whatever stream."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+def bits_dtype(dtype: str) -> torch.dtype:
+    """The integer dtype as wide as `dtype`; PlanError if no integer is."""
+    width = torch_dtype(dtype).itemsize
+    if width not in _BITS:
+        raise PlanError(
+            f"elements of {dtype} are {width} bytes wide; widths that can travel: {', '.join(map(str, _BITS))}"
+        )
+    return _BITS[width]
+
+
+def dense_offset(view: ViewSpec) -> int | None:
+    """Byte offset of a view that is one dense row-major run in its tensor, None if it is strided."""
+    step = 1
+    for n, k in zip(reversed(view.shape), reversed(view.stride), strict=True):
+        if n != 1 and k != step:
+            return None
+        step *= n
+    return view.offset * torch_dtype(view.dtype).itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Equally long rows of bytes of one tensor: `count` of `width` bytes, the first at byte `offset`, the next `pitch`
+    bytes further on."""
+
+    offset: int
+    width: int
+    count: int
+    pitch: int
+
+
+def rows_of(view: ViewSpec) -> list[Rows]:
+    """What a view consists of, in row-major order: one row if it is dense, one group of rows for a box of a matrix, as
+    many groups as it takes for others."""
+    size = torch_dtype(view.dtype).itemsize
+    if math.prod(view.shape) == 0:
+        return []
+    dims: list[tuple[int, int]] = []
+    for n, k in zip(view.shape, view.stride, strict=True):
+        if n == 1:
+            continue
+        if dims and dims[-1][1] == n * k:
+            dims[-1] = dims[-1][0] * n, k
+        else:
+            dims.append((n, k))
+    width = dims.pop()[0] if dims and dims[-1][1] == 1 else 1
+    count, pitch = dims.pop() if dims else (1, 0)
+    starts = itertools.product(*([i * k for i in range(n)] for n, k in dims))
+    return [Rows((view.offset + sum(start)) * size, width * size, count, pitch * size) for start in starts]
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Where some named tensors are: for each its address, how many bytes it reaches over, and its device."""
+
+    bases: Integers
+    reaches: Integers
+    devices: tuple[torch.device, ...]
+
+    @cached_property
+    def device(self) -> torch.device | None:
+        """The one device of all, None if there are several or no tensors."""
+        return self.devices[0] if len(set(self.devices)) == 1 else None
+
+
+class FlatTensors:
+    """The bytes of named tensors, without regard to their shapes. Valid while the tensors keep their storages: one
+    publish at most.
+
+    Args:
+        tensors: the live tensors.
+        names: those that are used; PlanError if one is missing, released, or on no CPU or GPU.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> None:
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._bytes: dict[str, torch.Tensor] = {}
+        self._places: dict[tuple[str, ...], Places] = {}
+        for name in names:
+            tensor = tensors.get(name)
+            if tensor is None:
+                raise PlanError(
+                    f"{name}: the plan uses this tensor, which is not there any more; describe and plan again"
+                )
+            if tensor.device.type not in ("cpu", "cuda") or tensor.layout is not torch.strided:
+                raise PlanError(
+                    f"{name}: {tensor.dtype} {list(tensor.shape)} is {tensor.layout} on {tensor.device}; expected a "
+                    "dense tensor on a CPU or GPU"
+                )
+            if not has_storage(tensor):
+                # torch would quietly put new memory of undefined content behind it.
+                raise PlanError(
+                    f"{name}: {tensor.dtype} {list(tensor.shape)} has no memory behind it, it was released; "
+                    "bring it back (reload the store, or resume the engine's weights) before the publish"
+                )
+            self._tensors[name] = tensor.detach()
+        self.pointers = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
+
+    @cached_property
+    def devices(self) -> tuple[torch.device, ...]:
+        """Devices of the tensors, each once."""
+        return tuple(dict.fromkeys(tensor.device for tensor in self._tensors.values()))
+
+    def moved(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+        """Names whose tensor is gone or starts at another address than when this object was made."""
+        return [
+            name
+            for name, pointer in self.pointers.items()
+            if name not in tensors or tensors[name].data_ptr() != pointer
+        ]
+
+    def places(self, names: tuple[str, ...]) -> Places:
+        """Where the named tensors are."""
+        if names not in self._places:
+            self._places[names] = Places(
+                np.array([self.pointers[name] for name in names], dtype=np.int64),
+                np.array([self._reach(self._tensors[name]) for name in names], dtype=np.int64),
+                tuple(self._tensors[name].device for name in names),
+            )
+        return self._places[names]
+
+    def run(self, name: str, offset: int, nbytes: int) -> torch.Tensor:
+        """`nbytes` bytes of a tensor from byte `offset` on, as uint8 [nbytes]."""
+        return self._flat(name).narrow(0, offset, nbytes)
+
+    def rows(self, name: str, rows: Rows) -> torch.Tensor:
+        """Rows of a tensor's bytes, as uint8 [count, width]."""
+        flat = self._flat(name)
+        end = rows.offset + rows.pitch * (rows.count - 1) + rows.width
+        return flat[rows.offset : end].as_strided(
+            (rows.count, rows.width), (rows.pitch, 1), flat.storage_offset() + rows.offset
+        )
+
+    def box(self, view: ViewSpec) -> torch.Tensor:
+        """A view as integers of its element's width."""
+        tensor = self._tensors[view.param]
+        bits = bits_dtype(view.dtype)
+        whole = torch.empty(0, dtype=bits, device=tensor.device).set_(tensor.untyped_storage(), 0, (0,), (1,))
+        return whole.as_strided(view.shape, view.stride, tensor.storage_offset() + view.offset)
+
+    def _flat(self, name: str) -> torch.Tensor:
+        flat = self._bytes.get(name)
+        if flat is None:
+            tensor = self._tensors[name]
+            start = tensor.storage_offset() * tensor.element_size()
+            flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            flat.set_(tensor.untyped_storage(), start, (self._reach(tensor),), (1,))
+            self._bytes[name] = flat
+        return flat
+
+    @staticmethod
+    def _reach(tensor: torch.Tensor) -> int:
+        """Bytes from a tensor's first element to the end of its last."""
+        if not tensor.numel():
+            return 0
+        last = sum((n - 1) * k for n, k in zip(tensor.shape, tensor.stride(), strict=True))
+        return (last + 1) * tensor.element_size()
