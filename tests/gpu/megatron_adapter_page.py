@@ -13,10 +13,11 @@ from typing import Any
 SECTIONS = {
     "layer": "Hidden 3072, intermediate 1024, 32 local experts, top-k 8, two layers, 128 tokens, two updates, full "
     "recomputation. W and W^T are compared byte by byte with the reference quantizer on the masters fetched from "
-    "pinned memory; masters with those of unattached Megatron (Muon on the GPU; TE's fused Adam) on the same gradients.",
+    "pinned memory; masters with those of unattached Megatron (Muon on the GPU; TE's fused Adam) on the "
+    "same gradients.",
     "accumulate": "Three microbatches against the sum of three single passes, in a fixed order of summation.",
-    "schedule": "Eight steps under a warm-up, a cosine and a growing weight decay, clipping on: the bf16 variant beside "
-    "unattached Megatron on the same gradients.",
+    "schedule": "Eight steps under a warm-up, a cosine and a growing weight decay, clipping on: the bf16 variant "
+    "beside unattached Megatron on the same gradients.",
     "checkpoint": "Megatron's distributed checkpoint, attached to unattached and back.",
 }
 
