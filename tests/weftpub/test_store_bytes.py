@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_support import fill, make_masters, make_store, published, same_bytes
 
-from weftpub.allocator import TorchAllocator
 from weftpub.errors import ChecksumError, ConfigError, GenerationError
 from weftpub.masters import ExpertMatrix
+from weftpub.memory import TorchAllocator
 from weftpub.store import ExpertStore
 from weftpub_kernels import (
     PRESETS,

@@ -10,9 +10,9 @@ from checkpoint_support import CONFIG, other_tensors
 from safetensors.torch import load_file
 from store_support import fill, make_masters, make_store, published, same_bytes
 
-from weftpub.allocator import TorchAllocator
 from weftpub.checkpoint import export_hf, load_state, save_state
 from weftpub.masters import ExpertMatrix, MasterSet
+from weftpub.memory import TorchAllocator
 from weftpub.optim import MuonHyperparameters, StagedMuon
 from weftpub.staging import SlotPool, StagingPipeline
 from weftpub.store import StoreState

@@ -6,9 +6,9 @@ import pytest
 import torch
 from store_support import fill, make_masters, make_store, published, same_bytes
 
-from weftpub.allocator import Allocator, TorchAllocator
 from weftpub.errors import ChecksumError, ConfigError, StateError, TornError
 from weftpub.masters import ExpertMatrix
+from weftpub.memory import Allocator, TorchAllocator
 from weftpub.store import StoreState
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from weftpub.allocator import Allocator
+from weftpub.memory import Allocator
 
 __all__ = ["ChangeMeter"]
 

@@ -8,6 +8,8 @@
 * WRITING goes back to where it came from by `cancel`, as long as nothing was written.
 * Reading needs SEALED. A reader that must see one generation for a while holds a lease (`reading`); `begin` waits for
   all leases to end, with a deadline, and so does everything else that changes or moves the bytes.
+* Where other processes map the memory, a witness is told of every move before a byte changes, and may refuse `begin`:
+  an engine may be serving from these very bytes.
 * TORN is left by `begin_recovery` alone, which any state allows: every byte is rewritten, from a checkpoint or from
   masters that a checkpoint made whole. It gives up what was there, so it cannot be cancelled.
 """
@@ -20,6 +22,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from weftpub.errors import DeadlineError, GenerationError, StateError, TornError
+from weftpub.memory import Witness
 
 __all__ = ["GenerationGuard", "StoreState"]
 
@@ -44,10 +47,12 @@ class GenerationGuard:
     Args:
         owner: names the store in errors.
         timeout: seconds that a wait may take unless the call says otherwise.
+        witness: told of every move, if the memory is shared.
     """
 
-    def __init__(self, owner: str, timeout: float) -> None:
+    def __init__(self, owner: str, timeout: float, witness: Witness | None = None) -> None:
         self.owner = owner
+        self._witness = witness
         self.timeout = timeout
         self.torn_reason = ""
         self._state = StoreState.EMPTY
@@ -88,6 +93,8 @@ class GenerationGuard:
             self._require_can_begin(generation)
             self._wait_for_readers(f"begin({generation})", timeout)
             self._require_can_begin(generation)  # the wait let other threads in
+            if self._witness is not None:
+                self._witness.begin(generation)
             self._start_writing(generation)
 
     def begin_recovery(self, generation: int, timeout: float | None = None) -> None:
@@ -96,6 +103,8 @@ class GenerationGuard:
             self._require_resident("recovery")
             self._wait_for_readers(f"recovery of generation {generation}", timeout)
             self._require_resident("recovery")
+            if self._witness is not None:
+                self._witness.begin(generation, recover=True)
             self._generation = None
             self._start_writing(generation)
             self._recovering = True
@@ -109,14 +118,22 @@ class GenerationGuard:
                     f"{self.owner}: the recovery of generation {generation} has given up what was there; finish it, or "
                     "mark_torn"
                 )
+            if self._witness is not None:
+                self._witness.cancel()
             self._state = StoreState.EMPTY if self._generation is None else StoreState.SEALED
             self._writing = None
             self._changed.notify_all()
 
-    def seal(self) -> int:
-        """WRITING -> SEALED; returns the generation."""
+    def seal(self, digest: str = "") -> int:
+        """WRITING -> SEALED; returns the generation.
+
+        Args:
+            digest: for the witness: hex sha256 over the generation's checksums.
+        """
         with self._changed:
             generation = self.require_writing("seal")
+            if self._witness is not None:
+                self._witness.seal(digest)
             self._state, self._generation, self._writing = StoreState.SEALED, generation, None
             self._changed.notify_all()
             return generation
@@ -126,6 +143,8 @@ class GenerationGuard:
         with self._changed:
             self._state, self._writing, self.torn_reason = StoreState.TORN, None, reason
             self._changed.notify_all()
+            if self._witness is not None:
+                self._witness.tear(reason)
 
     def require_writing(self, action: str) -> int:
         """The generation being written; StateError or TornError if none is."""

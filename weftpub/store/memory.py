@@ -1,14 +1,14 @@
 """The buffers of a store and their views: allocated once, moved to the host and back under the same Tensor objects, W^T
-made from W.
+made from W. Buffers that an engine maps too never move.
 """
 
 from collections.abc import Iterator
 
 import torch
 
-from weftpub.allocator import Allocator
 from weftpub.device import pinned
 from weftpub.errors import ConfigError, StateError
+from weftpub.memory import Allocator
 from weftpub.store.layout import BUFFERS, LayerStore, MatrixView, StoreLayout, Wt
 
 __all__ = ["StoreMemory"]
@@ -69,19 +69,27 @@ class StoreMemory:
             sizes[kind] += tensor.numel() * tensor.element_size()
         return sizes
 
+    @property
+    def shares_any(self) -> bool:
+        """Whether some of W and scales is shared, and stays where it is through an offload."""
+        return any(self._is_shared(tensor) for layer in self._published for tensor in layer.values())
+
     def to_host(self) -> None:
-        """Copy W and scales into host buffers, kept for the next time; returns when the bytes have arrived."""
+        """Copy W and scales into host buffers, kept for the next time; returns when the bytes have arrived. What is
+        shared stays on the device and is not copied.
+        """
         if self._host is None:
             self._host = [
                 {
                     name: pinned(tensor.shape, tensor.dtype, pin=self.device.type == "cuda")
                     for name, tensor in layer.items()
+                    if not self._is_shared(tensor)
                 }
                 for layer in self._published
             ]
         for host, device in zip(self._host, self._published, strict=True):
-            for name, tensor in device.items():
-                _bytes(host[name]).copy_(_bytes(tensor), non_blocking=True)
+            for name, kept in host.items():
+                _bytes(kept).copy_(_bytes(device[name]), non_blocking=True)
         self._synchronize()
 
     def from_host(self) -> None:
@@ -89,19 +97,19 @@ class StoreMemory:
         if self._host is None:
             raise StateError("no host copy to reload from; it was dropped at offload")
         for host, device in zip(self._host, self._published, strict=True):
-            for name, tensor in device.items():
-                _bytes(tensor).copy_(_bytes(host[name]), non_blocking=True)
+            for name, kept in host.items():
+                _bytes(device[name]).copy_(_bytes(kept), non_blocking=True)
 
     def release(self) -> None:
-        """Give the memory of every buffer back to the device; Tensor objects and views stay."""
+        """Give the memory of every buffer that is not shared back to the device; Tensor objects and views stay."""
         self._synchronize()  # nothing that was enqueued may still read what is freed
-        for name, tensor in self._all():
+        for name, tensor in self._movable():
             self._allocator.release(name, tensor)
         self._allocator.trim()
 
     def restore(self) -> None:
-        """Memory behind every buffer again, content undefined."""
-        for name, tensor in self._all():
+        """Memory behind every buffer again; content undefined where it was released."""
+        for name, tensor in self._movable():
             self._allocator.restore(name, tensor)
 
     def _allocate(
@@ -113,7 +121,7 @@ class StoreMemory:
             if tuple(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_contiguous():
                 raise ConfigError(
                     f"{prefix}.{name}: expected a contiguous {dtype} {list(shape)} from the allocator, found "
-                    f"{tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()}; see weftpub.allocator"
+                    f"{tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()}; see weftpub.memory.Allocator"
                 )
             self._names[id(tensor)] = f"{prefix}.{name}"
             buffers[name] = tensor
@@ -124,6 +132,12 @@ class StoreMemory:
         for buffers in (*self._published, *transposed):
             for tensor in buffers.values():
                 yield self._names[id(tensor)], tensor
+
+    def _movable(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, tensor) for name, tensor in self._all() if not self._allocator.shares(name))
+
+    def _is_shared(self, tensor: torch.Tensor) -> bool:
+        return self._allocator.shares(self._names[id(tensor)])
 
     def _layer_store(self, position: int) -> LayerStore:
         published, transposed = self._published[position], self._transposed[position]

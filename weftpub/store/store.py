@@ -17,11 +17,11 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from weftpub.allocator import Allocator, TorchAllocator
 from weftpub.canonical import FAMILIES, CanonicalTensor, ModelFamily, Projection
 from weftpub.device import resolve_device
 from weftpub.errors import ConfigError, GenerationError
 from weftpub.masters import ExpertMatrix, format_names
+from weftpub.memory import Allocator, TorchAllocator
 from weftpub.store.change import ChangeMeter
 from weftpub.store.checks import check_master, check_saved, compare_checksums
 from weftpub.store.encode import make_encoder
@@ -30,7 +30,7 @@ from weftpub.store.layout import BUFFERS, CanonicalEntry, Format, LayerStore, Ma
 from weftpub.store.ledger import PARTS, Ledger
 from weftpub.store.memory import StoreMemory
 from weftpub.store.report import SealReport, Step, StoreWriter
-from weftpub.store.sums import fused_checksums, read_checksums
+from weftpub.store.sums import content_digest, fused_checksums, read_checksums
 
 __all__ = ["ExpertStore"]
 
@@ -84,7 +84,7 @@ class ExpertStore:
         self._encoder = make_encoder(self.layout, preset, self.device)
         memory = allocator if allocator is not None else TorchAllocator()
         self._memory = StoreMemory(self.layout, self.device, memory, wt)
-        self._guard = GenerationGuard(self._name, lease_timeout)
+        self._guard = GenerationGuard(self._name, lease_timeout, memory.witness())
         self._ledger = Ledger(self.layout.matrices)
         self._index = {matrix.name: i for i, matrix in enumerate(self.layout.matrices)}
         self._entries = tuple(self.layout.entries())
@@ -184,7 +184,7 @@ class ExpertStore:
             self.mark_torn(f"sealing generation {generation} failed: {error}")
             raise
         self._checksums = report.checksums
-        self._guard.seal()
+        self._guard.seal(content_digest(report.checksums))
         return report
 
     def cancel(self) -> None:
@@ -268,7 +268,7 @@ class ExpertStore:
             self.mark_torn(f"loading generation {generation} failed: {error}")
             raise
         self._checksums = found
-        self._guard.seal()
+        self._guard.seal(content_digest(found))
 
     # Reading a generation.
 
@@ -352,6 +352,8 @@ class ExpertStore:
     def offload(self, *, keep: bool = True, timeout: float | None = None) -> None:
         """Free the device memory; every Tensor object and view stays, and must not be read until `reload`.
 
+        Memory that an engine maps too is neither freed nor copied; a store that has some always keeps the rest.
+
         Args:
             keep: copy W and scales to the host. False drops them: `reload` then needs the masters. W^T is never kept.
 
@@ -359,7 +361,7 @@ class ExpertStore:
             StateError: offloaded already, or a generation is being written. DeadlineError: readers did not end.
         """
         with self._guard.moving("offload", resident=False, timeout=timeout):
-            self._host_copy = keep and self.generation is not None
+            self._host_copy = (keep or self._memory.shares_any) and self.generation is not None
             if self._host_copy:
                 self._memory.to_host()
             self._ledger.forget(PARTS, _ALL)

@@ -2,6 +2,8 @@
 again.
 """
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -10,7 +12,9 @@ from weftpub.canonical import CanonicalTensor, Projection
 from weftpub.store.layout import StoreLayout
 from weftpub_kernels import checksum_many, checksum_rows_from_sums
 
-__all__ = ["fused_checksums", "read_checksums"]
+__all__ = ["content_digest", "fused_checksums", "read_checksums"]
+
+_MASK = (1 << 64) - 1
 
 
 def read_checksums(tensors: Sequence[CanonicalTensor]) -> dict[str, int]:
@@ -34,3 +38,9 @@ def fused_checksums(
             weights.update(zip(names, values, strict=True))
     found = weights | read_checksums([item for item in tensors if item.name not in weights])
     return {item.name: found[item.name] for item in tensors}
+
+
+def content_digest(checksums: Mapping[str, int]) -> str:
+    """Hex sha256 over canonical names and checksums, whatever their order: equal digests mean equal bytes."""
+    rows = sorted((name, value & _MASK) for name, value in checksums.items())
+    return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()

@@ -16,7 +16,29 @@ import torch
 
 from weftpub.errors import ConfigError, StateError
 
-__all__ = ["Allocator", "TorchAllocator"]
+__all__ = ["Allocator", "TorchAllocator", "Witness"]
+
+
+class Witness(Protocol):
+    """Told of every change that a store makes to memory which other processes map, before its first byte and after its
+    last. `begin` may refuse by raising: then nothing is written.
+    """
+
+    def begin(self, generation: int, *, recover: bool = False) -> None:
+        """The bytes are about to change; `recover`: all of them, whatever was there."""
+        ...
+
+    def seal(self, digest: str = "") -> None:
+        """The bytes are the generation's, with this hex sha256 over their checksums."""
+        ...
+
+    def cancel(self) -> None:
+        """Nothing was written after all."""
+        ...
+
+    def tear(self, reason: str) -> None:
+        """The bytes are of no generation."""
+        ...
 
 
 @runtime_checkable
@@ -39,6 +61,16 @@ class Allocator(Protocol):
 
     def trim(self) -> None:
         """Hand released memory back to the device, so that another process can have it."""
+        ...
+
+    def shares(self, name: str) -> bool:
+        """Whether another process maps the memory of `name` too. It then stays in place through every offload: it is
+        neither released nor restored nor copied.
+        """
+        ...
+
+    def witness(self) -> Witness | None:
+        """Who must be told before shared memory changes; None if none is shared."""
         ...
 
 
@@ -92,6 +124,14 @@ class TorchAllocator:
     def trim(self) -> None:
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.empty_cache()
+
+    def shares(self, name: str) -> bool:
+        """No: all memory is this process' own."""
+        return False
+
+    def witness(self) -> Witness | None:
+        """Nobody."""
+        return None
 
     def _host(self, nbytes: int) -> torch.Tensor:
         pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
