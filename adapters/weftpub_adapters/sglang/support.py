@@ -11,10 +11,26 @@ from types import MappingProxyType
 
 from weftpub.errors import ConfigError
 
-__all__ = ["FIT_BACKENDS", "REFUSED_BACKENDS", "SUPPORTED_VERSIONS", "check_backends", "require_supported"]
+__all__ = [
+    "FIT_BACKENDS",
+    "REFUSED_BACKENDS",
+    "SUPPORTED_VERSIONS",
+    "check_backends",
+    "require_supported",
+    "require_version",
+]
 
-SUPPORTED_VERSIONS = "0.5.23"
-_OLDEST, _BEYOND = (0, 5, 23), (0, 5, 24)
+SUPPORTED_VERSIONS = "0.5.21 to 0.5.23"
+_OLDEST, _BEYOND = (0, 5, 21), (0, 5, 24)
+# Why older releases are refused, the newest reason that applies first.
+_TOO_OLD: Mapping[tuple[int, int, int], str] = MappingProxyType(
+    {
+        (0, 5, 11): "it refuses to flush its cache and to release memory after a pause that retracts requests, so "
+        "requests in flight would be lost",
+        (0, 0, 0): "it has no plugin entry points to bring a receiver into its workers, and no pause that keeps "
+        "requests in flight through a release of memory",
+    }
+)
 
 FIT_BACKENDS = ("triton",)
 # Why each other runner of routed experts is refused. What stands in neither table is refused as unknown.
@@ -39,15 +55,28 @@ _REFUSED_A2A = MappingProxyType({"megamoe": REFUSED_BACKENDS["megamoe"]})
 
 
 def require_supported() -> str:
-    """Installed SGLang version; ConfigError when it is missing or is not `SUPPORTED_VERSIONS`."""
+    """Installed SGLang version; ConfigError when it is missing or is none of `SUPPORTED_VERSIONS`."""
     try:
         found = version("sglang")
     except PackageNotFoundError:
         raise ConfigError(f"sglang is not installed; install sglang {SUPPORTED_VERSIONS}") from None
-    numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:3] if part.isdigit())
-    if not _OLDEST <= numbers < _BEYOND:
-        raise ConfigError(f"sglang {found} is not supported; this adapter works with {SUPPORTED_VERSIONS}")
+    require_version(found)
     return found
+
+
+def require_version(found: str) -> None:
+    """ConfigError unless a version, of an engine on the other side of a connection perhaps, is supported.
+
+    0.5.10.post1, which AReaL pins, is refused like every other release before 0.5.21, with the reason.
+    """
+    numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:3] if part.isdigit())
+    if _OLDEST <= numbers < _BEYOND:
+        return
+    reason = next((f": {text}" for since, text in _TOO_OLD.items() if since <= numbers < _OLDEST), "")
+    raise ConfigError(
+        f"sglang {found or 'of an unknown version'} is not supported{reason}; this adapter works with "
+        f"{SUPPORTED_VERSIONS}"
+    )
 
 
 def check_backends(moe_runner: str, *, a2a: str = "none", eplb: bool = False) -> None:

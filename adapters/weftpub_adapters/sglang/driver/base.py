@@ -1,0 +1,225 @@
+"""What both ways of reaching an engine have in common: the order of the calls, their deadlines, and the proof that
+every worker listens.
+"""
+
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from weftpub.channel import Deadlines
+from weftpub.errors import ChannelError, ConfigError
+from weftpub.publisher import Peer, Publisher
+from weftpub_adapters.sglang.driver.handle import MODES, Completion, DriverDeadlines, Mode
+from weftpub_adapters.sglang.driver.loop import LoopThread
+from weftpub_adapters.sglang.driver.requests import RequestDesk
+from weftpub_adapters.sglang.plugin.settings import ReceiverSettings
+from weftpub_adapters.sglang.support import require_version
+
+__all__ = ["BaseEngine"]
+
+_FLUSH_ROUND_S = 5.0  # one wait for an idle engine, on the engine's side
+
+
+class BaseEngine(ABC):
+    """An `EngineHandle` over a loop; subclasses say how each call travels.
+
+    Args:
+        name: of the engine.
+        loop: runs every call; closed with the handle.
+        deadlines: for every wait.
+        silence: see `ReceiverSettings`.
+    """
+
+    def __init__(self, name: str, loop: LoopThread, deadlines: DriverDeadlines | None, silence: float) -> None:
+        self.name = name
+        self._loop = loop
+        self._deadlines = DriverDeadlines() if deadlines is None else deadlines
+        self._silence = silence
+        self._desk = RequestDesk(name, loop, self._send, self._cancel)
+
+    @property
+    def where(self) -> str:
+        """The engine in words, for messages."""
+        return f"engine {self.name}"
+
+    def start_receivers(
+        self, run_id: str, directory: str | os.PathLike[str], *, first_rank: int = 0, version: int | None = None
+    ) -> list[Peer]:
+        """See `EngineHandle`. Calling it again for the same run finds the receivers that are there, in their state."""
+        require_version(str(self.server_info().get("version", "")))
+        folder = Path(directory).absolute()
+        settings = ReceiverSettings.checked(
+            run_id=run_id, engine=self.name, first_rank=first_rank, version=version, silence=self._silence
+        )
+        settings.write(folder)
+        success, message = self._call(
+            self._start(str(folder), run_id),
+            "start receivers",
+            self._deadlines.start,
+            "is the weftpub plugin installed where the engine runs, and not excluded by SGLANG_PLUGINS?",
+        )
+        if not success:
+            raise ChannelError(f"{self.where}: receivers did not start: {message}")
+        peers = self._peers(message)
+        self._prove(run_id, folder, peers)
+        return peers
+
+    def stop_receivers(self, run_id: str) -> None:
+        """See `EngineHandle`."""
+        success, message = self._call(self._stop(run_id), "stop receivers", self._deadlines.control)
+        if not success:
+            raise ChannelError(f"{self.where}: receivers did not stop: {message}")
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        *,
+        logprobs: bool = False,
+        seconds: float = 3600.0,
+    ) -> list[Completion]:
+        """See `EngineHandle`."""
+        return self._desk.generate(
+            prompts, sampling, logprobs=logprobs, seconds=seconds, require_alive=self._require_alive
+        )
+
+    @property
+    def in_flight(self) -> int:
+        """Requests of this handle that the engine works on, those it has retracted among them."""
+        return self._desk.running
+
+    def pause(self, mode: Mode) -> None:
+        """See `EngineHandle`. A pause that does not succeed lets the engine go on."""
+        if mode not in MODES:
+            raise ConfigError(f"mode {mode!r}: expected one of {', '.join(MODES)}")
+        self._desk.hold()
+        try:
+            if mode == "drain":
+                cause = "answers are still being generated; give drain more seconds, or use mode 'retract'"
+                self._call(self._drained(), "drain", self._deadlines.drain, cause)
+            elif mode == "restart":
+                cause = "the engine has not given its requests back"
+                self._call(self._desk.take_back(), "restart", self._deadlines.drain, cause)
+            elif mode == "abort":
+                self._call(self._pause("abort"), "abort", self._deadlines.drain, "requests have not ended")
+            self._call(self._pause("retract"), "pause", self._deadlines.control)
+        except BaseException:
+            self._desk.admit()
+            raise
+
+    def continue_(self) -> None:
+        """See `EngineHandle`."""
+        self._call(self._continue(), "continue", self._deadlines.control)
+        self._desk.admit()
+
+    def flush(self) -> bool:
+        """See `EngineHandle`."""
+        return self._call(self._flush(0.0), "flush", self._deadlines.flush)
+
+    def release(self, tags: Sequence[str]) -> None:
+        """See `EngineHandle`."""
+        self._call(self._release(list(tags)), f"release of {', '.join(tags)}", self._deadlines.release)
+
+    def resume(self, tags: Sequence[str]) -> None:
+        """See `EngineHandle`."""
+        self._call(self._bring_back(list(tags)), f"resume of {', '.join(tags)}", self._deadlines.resume)
+
+    def set_weight_version(self, version: str) -> None:
+        """See `EngineHandle`. No request is aborted for it."""
+        self._call(self._set_version(version), "set weight version", self._deadlines.control)
+
+    def weight_version(self) -> str:
+        """See `EngineHandle`."""
+        return self._call(self._version(), "weight version", self._deadlines.control)
+
+    def server_info(self) -> Mapping[str, Any]:
+        """See `EngineHandle`."""
+        return self._call(self._info(), "server info", self._deadlines.control)
+
+    def _call[T](self, work: Coroutine[Any, Any, T], phase: str, seconds: float, cause: str = "") -> T:
+        return self._loop.call(
+            work,
+            peer=self.where,
+            phase=phase,
+            seconds=seconds,
+            cause=cause or "the scheduler does not answer; is it stuck in a forward pass, or ended?",
+            require_alive=self._require_alive,
+        )
+
+    async def _drained(self) -> None:
+        """Return when no request is under way, other clients' included, as far as they keep from sending more."""
+        await self._desk.ended()
+        while not await self._flush(_FLUSH_ROUND_S):
+            pass
+
+    def _peers(self, message: str) -> list[Peer]:
+        try:
+            found = [(int(entry["rank"]), str(entry["address"])) for entry in json.loads(message)]
+        except (ValueError, KeyError, TypeError):
+            raise ChannelError(
+                f"{self.where}: expected the receivers' addresses, found {message[:300]!r}; install the same weftpub "
+                "where the engine runs"
+            ) from None
+        return [Peer(rank, address, self.name) for rank, address in sorted(found)]
+
+    def _prove(self, run_id: str, folder: Path, peers: Sequence[Peer]) -> None:
+        """Ask every worker over its own socket: SGLang swallows what a plugin raises, and answers for rank 0 only."""
+        waits = Deadlines.all(self._deadlines.start)
+        with Publisher(run_id, None, peers, commit_path=folder / "unused", deadlines=waits) as asking:
+            described = asking.describe()
+        for one in described:
+            plugin = one.settings.get("plugin")
+            faults = list(plugin.get("faults", ())) if isinstance(plugin, Mapping) else ["its plugin says nothing"]
+            if one.world_size != len(peers):
+                faults.append(f"it belongs to {one.world_size} workers, {len(peers)} listen")
+            if faults:
+                raise ConfigError(f"{self.where}, receiver rank {one.rank}: {'; '.join(map(str, faults))}")
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """See `EngineHandle`."""
+
+    @abstractmethod
+    def _require_alive(self) -> None:
+        """ChannelError if the engine is known to have ended."""
+
+    @abstractmethod
+    async def _send(
+        self, request: str, prompt: list[int], sampling: Mapping[str, Any], logprobs: bool
+    ) -> Mapping[str, Any]: ...
+
+    @abstractmethod
+    async def _cancel(self, request: str) -> None: ...
+
+    @abstractmethod
+    async def _start(self, directory: str, run_id: str) -> tuple[bool, str]: ...
+
+    @abstractmethod
+    async def _stop(self, run_id: str) -> tuple[bool, str]: ...
+
+    @abstractmethod
+    async def _pause(self, mode: str) -> None: ...
+
+    @abstractmethod
+    async def _continue(self) -> None: ...
+
+    @abstractmethod
+    async def _flush(self, seconds: float) -> bool: ...
+
+    @abstractmethod
+    async def _release(self, tags: list[str]) -> None: ...
+
+    @abstractmethod
+    async def _bring_back(self, tags: list[str]) -> None: ...
+
+    @abstractmethod
+    async def _set_version(self, version: str) -> None: ...
+
+    @abstractmethod
+    async def _version(self) -> str: ...
+
+    @abstractmethod
+    async def _info(self) -> Mapping[str, Any]: ...

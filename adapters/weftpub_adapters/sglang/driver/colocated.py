@@ -1,0 +1,428 @@
+"""A colocated step of one or more engines, in the five calls that a training loop makes:
+
+    drain      no request in flight reads the weights any more; the cache is flushed, every worker proves that it rests
+    release    kv_cache and weights give their memory to the trainer, and it is measured that they did
+    publish    weights get their memory back, a version arrives, is verified, and is committed on all ranks; answers
+               report it from then on
+    resume     kv_cache gets its memory back
+    continue_  requests go on; refused while an engine is torn, fenced or not whole
+
+States of an engine, and what may follow:
+
+    SERVING -> drain -> DRAINED -> release, publish, resume, in any order that its memory allows -> continue_ -> SERVING
+
+Memory tags have states of their own (`MemoryTags`), because SGLang ends its scheduler where they are violated. A
+publish that fails leaves the engines DRAINED: paused by SGLang, fenced by their receivers if a byte was written; the
+next complete publish opens them. An engine that was restarted joins by `rejoin` and stays out until it was published
+to.
+
+With several sender ranks each makes a `ColocatedEngine` and makes the same calls; rank 0 alone has the handles.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import torch
+
+from weftpub.errors import ConfigError, DeadlineError, StateError, TornError, WeftpubError
+from weftpub.publisher import FailurePolicy, Publisher, PublishReport, RankGroup, SoloGroup, SourceBuffers
+from weftpub.publisher.agreement import agree
+from weftpub.publisher.report import PhaseClock
+from weftpub.version import EngineState
+from weftpub.wire.description import EngineDescription
+from weftpub_adapters.sglang.driver.handle import DriverDeadlines, EngineHandle, Mode
+from weftpub_adapters.sglang.driver.memory import MemoryTags, TagState, free_bytes, wait_for_free
+
+__all__ = ["ColocatedEngine", "EnginePhase", "EngineStanding"]
+
+_FLUSH_AGAIN_S = 0.2
+_FREED_SHARE = 0.95  # of the weights' bytes that must be seen to become free: other processes use the GPU, too
+
+
+class EnginePhase(StrEnum):
+    """What the driver lets an engine do."""
+
+    SERVING = "serving"
+    DRAINED = "drained"
+
+
+@dataclass(frozen=True)
+class EngineStanding:
+    """Where one engine stands, as its driver knows.
+
+    Attributes:
+        phase: serving or drained.
+        tags: state of every memory tag.
+        version: the version that was committed last through this driver, None before the first.
+        fenced: why it may not serve, "" if it may.
+        out: why it takes no part any more, "" if it does.
+    """
+
+    phase: EnginePhase
+    tags: dict[str, str]
+    version: int | None
+    fenced: str
+    out: str
+
+
+@dataclass
+class _Member:
+    """One engine and what is known of it."""
+
+    handle: EngineHandle
+    tags: MemoryTags
+    phase: EnginePhase = EnginePhase.SERVING
+    version: int | None = None
+    fenced: str = ""
+    out: str = ""
+    freed: dict[str, dict[str, int]] = field(default_factory=dict)  # tag -> GPU -> bytes that its release gave back
+    weights: dict[str, int] | None = None  # GPU -> bytes of parameters
+
+    @property
+    def name(self) -> str:
+        return self.handle.name
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        return tuple(self.weights or ())
+
+    def require_drained(self, call: str) -> None:
+        if self.phase is not EnginePhase.DRAINED:
+            raise StateError(f"engine {self.name}: {call} refused while it is serving; call drain first")
+
+
+class ColocatedEngine:
+    """Engines that share GPUs with a trainer, driven through its steps.
+
+    Args:
+        handles: the engine or engines; None on sender ranks other than 0.
+        publisher: publishes to all ranks of all engines.
+        group: the sender ranks, as the publisher has them.
+        deadlines: for every wait.
+        on_engine_failure: "abort" ends a call for all when one engine fails, "continue" leaves that engine out until
+            `rejoin`; give the publisher the same.
+        measure: free bytes of a GPU by UUID; None where that cannot be measured, and then nothing is waited for.
+        spare_bytes: that must be free beyond what an engine's tag needs.
+    """
+
+    def __init__(
+        self,
+        handles: EngineHandle | Sequence[EngineHandle] | None,
+        publisher: Publisher,
+        *,
+        group: RankGroup | None = None,
+        deadlines: DriverDeadlines | None = None,
+        on_engine_failure: FailurePolicy = "abort",
+        measure: Callable[[str], int | None] = free_bytes,
+        spare_bytes: int = 64 << 20,
+    ) -> None:
+        self._group: RankGroup = SoloGroup() if group is None else group
+        given = () if handles is None else (handles,) if isinstance(handles, EngineHandle) else tuple(handles)
+        names = [handle.name for handle in given]
+        if (self._group.rank == 0) != bool(given) or len(set(names)) != len(names):
+            raise ConfigError(
+                f"sender rank {self._group.rank} has handles of engines {names}; rank 0 needs all of them, each with a "
+                "name of its own, and the other ranks none"
+            )
+        self._publisher = publisher
+        self._deadlines = DriverDeadlines() if deadlines is None else deadlines
+        self._policy: FailurePolicy = on_engine_failure
+        self._measure = measure
+        self._spare = spare_bytes
+        self._members = {handle.name: _Member(handle, MemoryTags(handle.name)) for handle in given}
+        self._engine_of: dict[int, str] = {}
+        self._rounds = 0
+        self._clock = PhaseClock()
+
+    @property
+    def standing(self) -> dict[str, EngineStanding]:
+        """Every engine as this driver knows it; empty on ranks other than 0."""
+        return {
+            name: EngineStanding(m.phase, {tag: str(m.tags[tag]) for tag in m.tags}, m.version, m.fenced, m.out)
+            for name, m in self._members.items()
+        }
+
+    @property
+    def ms(self) -> dict[str, float]:
+        """Milliseconds of each call since the last `drain` began."""
+        return dict(self._clock.ms)
+
+    def drain(self, mode: Mode = "retract") -> None:
+        """Bring every engine to rest. On drained engines it only makes sure that they are.
+
+        Args:
+            mode: what becomes of requests in flight, see `EngineHandle.pause`.
+
+        Raises:
+            DeadlineError: requests do not end, or the cache cannot be flushed.
+            StateError: a worker says that it does not rest.
+        """
+        self._clock = PhaseClock()
+        with self._clock.phase("drain"):
+            d = self._deadlines
+            self._together("drain", d.drain + d.flush + 2 * d.control, lambda m: self._drain_one(m, mode))
+            self._publisher.pause()
+            if not self._engine_of:
+                self._describe()
+
+    def release(self, tags: Sequence[str] = ("kv_cache", "weights")) -> None:
+        """Give the memory behind tags to the trainer; on return it is measured to be free.
+
+        Raises:
+            StateError: an engine is serving, or a tag is not resident. ConfigError: the engine cannot release memory.
+            DeadlineError: memory did not become free; names the bytes.
+        """
+        with self._clock.phase("release"):
+            d = self._deadlines
+            self._together("release", len(tags) * (d.release + d.memory), lambda m: self._release_one(m, tags))
+
+    def publish(
+        self,
+        version: int,
+        sources: Mapping[str, torch.Tensor] | SourceBuffers,
+        checksums: Mapping[str, int] | None = None,
+        *,
+        verify_sha256: bool = False,
+        allow_rollback: bool = False,
+    ) -> PublishReport:
+        """Put a version into every engine; answers report it from the next `continue_` on.
+
+        Weights that were released get their memory back first. Arguments and errors as in `Publisher.publish`. After an
+        error the engines stay paused; publish again, in full.
+
+        Raises:
+            DeadlineError: the memory for the weights does not become free; names the bytes.
+        """
+        with self._clock.phase("resume_weights"):
+            d = self._deadlines
+            self._together("resume weights", d.memory + d.resume, self._resume_weights)
+        with self._clock.phase("publish"):
+            try:
+                report = self._publisher.publish(
+                    version,
+                    sources,
+                    checksums,
+                    verify_sha256=verify_sha256,
+                    allow_rollback=allow_rollback,
+                    resume=False,
+                )
+            except WeftpubError as error:
+                for member in self._members.values():
+                    member.fenced = f"version {version} was not committed: {error}"
+                raise
+        with self._clock.phase("weight_version"):
+            self._together(
+                "weight version", self._deadlines.control, lambda member: self._committed(member, version, report)
+            )
+        return report
+
+    def resume(self) -> None:
+        """Give engines back whatever else they have released.
+
+        Raises:
+            StateError: the weights are still away; publish first.
+            DeadlineError: the memory does not become free; names the bytes.
+        """
+        with self._clock.phase("resume"):
+            d = self._deadlines
+            self._together("resume", 2 * (d.memory + d.resume), self._resume_one)
+
+    def continue_(self) -> None:
+        """Let engines serve.
+
+        Raises:
+            TornError: an engine is torn or fenced; publish a complete version. StateError: memory is still away.
+        """
+        with self._clock.phase("continue"):
+            d = self._deadlines
+            self._together("memory", d.control, _require_resident)
+            self._publisher.resume()
+            whole = self._whole_engines()
+            self._together("continue", 3 * d.control, lambda member: self._continue_one(member, whole))
+
+    def rejoin(self, handle: EngineHandle) -> None:
+        """Take in an engine that was restarted, under the name of the one it replaces; on rank 0 only.
+
+        Its receivers have been started, at the addresses of the old ones. It stays out until the next publish.
+        """
+        if handle.name not in self._members:
+            raise ConfigError(f"engine {handle.name} replaces none of {', '.join(self._members)}; keep its name")
+        handle.pause("retract")
+        self._members[handle.name] = _Member(
+            handle,
+            MemoryTags(handle.name),
+            phase=EnginePhase.DRAINED,
+            fenced="it was restarted and has not been published to",
+            weights=self._members[handle.name].weights,
+        )
+
+    def _drain_one(self, member: _Member, mode: Mode) -> None:
+        if member.phase is EnginePhase.SERVING:
+            member.handle.pause(mode)
+            member.phase = EnginePhase.DRAINED
+        until = time.monotonic() + self._deadlines.flush
+        while not member.handle.flush():
+            if time.monotonic() >= until:
+                raise DeadlineError(
+                    f"engine {member.name}: its cache could not be flushed within {self._deadlines.flush:g} s, "
+                    "requests still hold it; it is paused, continue_ lets it go on"
+                )
+            time.sleep(_FLUSH_AGAIN_S)
+
+    def _describe(self) -> None:
+        """Learn once where weights lie and how large they are."""
+        found: dict[str, dict[str, int]] = {}
+        engine_of: dict[int, str] = {}
+        for one in self._publisher.describe():
+            engine_of[one.rank] = one.engine
+            sizes = found.setdefault(one.engine, {})
+            if one.device != "cpu":
+                sizes[one.device] = sizes.get(one.device, 0) + _parameter_bytes(one)
+        for name, member in self._members.items():
+            member.weights = found.get(name, {})
+        self._engine_of = engine_of
+
+    def _release_one(self, member: _Member, tags: Sequence[str]) -> None:
+        member.require_drained("release")
+        member.tags.check_release(tags)
+        if member.devices and not member.handle.server_info().get("enable_memory_saver"):
+            raise ConfigError(
+                f"engine {member.name} runs without a memory saver and would free nothing; start it with "
+                "enable_memory_saver=True (--enable-memory-saver)"
+            )
+        for tag in tags:
+            before = {device: self._measure(device) for device in member.devices}
+            if tag == "weights":
+                member.fenced = "its weights' memory was released and nothing was published since"
+            self._move(member, tag, TagState.RELEASED, member.handle.release)
+            member.freed[tag] = {
+                device: self._freed(member, tag, device, free) for device, free in before.items() if free is not None
+            }
+
+    def _freed(self, member: _Member, tag: str, device: str, before: int) -> int:
+        """Bytes that a release gave back; waits for those of the weights, whose size is known."""
+        if tag != "weights":
+            after = self._measure(device)
+        else:
+            after = wait_for_free(
+                before + int(_FREED_SHARE * (member.weights or {}).get(device, 0)),
+                device,
+                f"release of {tag} of engine {member.name}",
+                self._deadlines.memory,
+                measure=self._measure,
+                remedy="something else took the memory meanwhile, or the memory saver does not work",
+            )
+        return 0 if after is None else max(0, after - before)
+
+    def _resume_weights(self, member: _Member) -> None:
+        member.require_drained("publish")
+        if member.tags["weights"] is not TagState.RESIDENT:
+            self._bring_back(member, "weights")
+
+    def _resume_one(self, member: _Member) -> None:
+        member.require_drained("resume")
+        if member.tags["weights"] is not TagState.RESIDENT:
+            raise StateError(f"engine {member.name}: its weights are {member.tags['weights']}; publish before resume")
+        for tag in member.tags.released:
+            self._bring_back(member, tag)
+
+    def _bring_back(self, member: _Member, tag: str) -> None:
+        """Resume one tag, once the memory for it is there: an engine that runs out of memory ends."""
+        member.tags.check_resume([tag])
+        for device, freed in member.freed.get(tag, {}).items():
+            needed = max(freed, (member.weights or {}).get(device, 0) if tag == "weights" else 0) + self._spare
+            wait_for_free(
+                needed,
+                device,
+                f"resume of {tag} of engine {member.name}",
+                self._deadlines.memory,
+                measure=self._measure,
+                remedy="release the trainer's gradients, slots and activations first, then torch.cuda.empty_cache()",
+            )
+        self._move(member, tag, TagState.RESIDENT, member.handle.resume)
+
+    def _move(self, member: _Member, tag: str, target: TagState, call: Callable[[Sequence[str]], None]) -> None:
+        member.tags.move([tag], TagState.UNKNOWN)
+        call([tag])
+        member.tags.move([tag], target)
+
+    def _committed(self, member: _Member, version: int, report: PublishReport) -> None:
+        outcome = report.engines.get(member.name)
+        if outcome is None or outcome.error or outcome.version != version:
+            member.fenced = "the publish left it out" if outcome is None else outcome.error or outcome.state
+            return
+        member.version, member.fenced = version, ""
+        member.handle.set_weight_version(str(version))
+
+    def _whole_engines(self) -> set[str]:
+        """Engines whose every rank serves, by their own word."""
+        serving = {rank for rank, report in self._publisher.status().items() if report.state is EngineState.SERVING}
+        torn = {engine for rank, engine in self._engine_of.items() if rank not in serving}
+        return set(self._engine_of.values()) - torn
+
+    def _continue_one(self, member: _Member, whole: set[str]) -> None:
+        if member.name not in whole:
+            raise TornError(
+                f"engine {member.name} may not serve: {member.fenced or 'a rank of it does not serve'}; publish a "
+                "complete version"
+            )
+        if member.version is not None and member.handle.weight_version() != str(member.version):
+            member.handle.set_weight_version(str(member.version))
+        member.handle.continue_()
+        member.phase, member.fenced = EnginePhase.SERVING, ""
+
+    def _together(self, phase: str, seconds: float, action: Callable[[_Member], None]) -> None:
+        """Have rank 0 act on every engine, the other ranks wait, and all learn how it went."""
+
+        def conclude(_: list[Any]) -> None:
+            for member in self._members.values():
+                if member.out:
+                    continue
+                try:
+                    action(member)
+                except WeftpubError as error:
+                    if self._policy == "abort":
+                        raise
+                    member.out = f"{phase}: {error}"
+            taking_part = [member for member in self._members.values() if not member.out]
+            if not taking_part:
+                raise StateError(
+                    "no engine takes part any more: " + "; ".join(f"{m.name}: {m.out}" for m in self._members.values())
+                )
+
+        self._rounds += 1
+        self._group.begin(f"colocated-{self._rounds}")
+        agree(
+            self._group,
+            phase,
+            self._deadlines.control,
+            lambda: None,
+            conclude,
+            allowance=seconds * max(1, len(self._members)),
+        )
+
+
+def _require_resident(member: _Member) -> None:
+    member.require_drained("continue_")
+    if not member.tags.resident:
+        states = {tag: member.tags[tag] for tag in member.tags}
+        away = ", ".join(f"{tag} {state}" for tag, state in states.items() if state is not TagState.RESIDENT)
+        raise StateError(
+            f"engine {member.name} cannot go on, its memory is away ({away}); publish brings back the weights, resume "
+            "the rest"
+        )
+
+
+def _parameter_bytes(one: EngineDescription) -> int:
+    """Bytes of a rank's parameters; buffers keep their memory through a release."""
+    buffers = one.settings.get("buffers")
+    kept = set(buffers) if isinstance(buffers, list) else set()
+    sizes = (
+        torch.Size(spec.shape).numel() * getattr(torch, spec.dtype).itemsize
+        for spec in one.parameters
+        if spec.name not in kept
+    )
+    return sum(sizes)

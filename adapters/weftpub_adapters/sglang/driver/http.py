@@ -1,0 +1,147 @@
+"""An engine behind SGLang's HTTP server, on this host: started by hand, by Slurm or by a launcher.
+
+The server must have the plugin installed and run as the same user: the sockets of its workers lie in a folder that only
+that user can enter. Its admin key, if it has one, goes with every call.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from weftpub.errors import ChannelError
+from weftpub_adapters.sglang.driver.base import BaseEngine
+from weftpub_adapters.sglang.driver.handle import DriverDeadlines
+from weftpub_adapters.sglang.driver.loop import LoopThread
+from weftpub_adapters.sglang.plugin.settings import BACKEND
+
+__all__ = ["HttpEngine"]
+
+_CONNECT_S = 30.0
+
+
+class HttpEngine(BaseEngine):
+    """`EngineHandle` over a running server.
+
+    Args:
+        url: such as "http://127.0.0.1:30000".
+        api_key: of the server, if it asks for one; an admin key where it tells the two apart.
+        name: of the engine.
+        deadlines: for every wait.
+        silence: seconds without a word in the middle of a publish after which its publisher is taken for dead.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None = None,
+        *,
+        name: str = "sglang",
+        deadlines: DriverDeadlines | None = None,
+        silence: float = 180.0,
+    ) -> None:
+        super().__init__(name, LoopThread(f"http engine {name}"), deadlines, silence)
+        self.url = url.rstrip("/")
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._client: Any = None  # aiohttp.ClientSession, made on the loop that uses it
+
+    @property
+    def where(self) -> str:
+        """The engine in words, for messages."""
+        return f"engine {self.name} at {self.url}"
+
+    def shutdown(self) -> None:
+        """Close the connections; the server is not this handle's and goes on."""
+
+        async def close() -> None:
+            if self._client is not None:
+                await self._client.close()
+
+        try:
+            self._call(close(), "close", self._deadlines.shutdown)
+        finally:
+            self._loop.close()
+
+    def _require_alive(self) -> None:
+        """A server that has ended refuses connections, which ends every wait by itself."""
+
+    async def _send(
+        self, request: str, prompt: list[int], sampling: Mapping[str, Any], logprobs: bool
+    ) -> Mapping[str, Any]:
+        body = {"rid": request, "input_ids": prompt, "sampling_params": dict(sampling), "return_logprob": logprobs}
+        return await self._post("generate", body)
+
+    async def _cancel(self, request: str) -> None:
+        await self._post("abort_request", {"rid": request})
+
+    async def _start(self, directory: str, run_id: str) -> tuple[bool, str]:
+        body = {
+            "master_address": directory,
+            "master_port": 0,
+            "rank_offset": 0,
+            "world_size": 0,
+            "group_name": run_id,
+            "backend": BACKEND,
+        }
+        answer = await self._post("init_weights_update_group", body, accepted=(200, 400))
+        return bool(answer.get("success")), str(answer.get("message", answer))
+
+    async def _stop(self, run_id: str) -> tuple[bool, str]:
+        answer = await self._post("destroy_weights_update_group", {"group_name": run_id}, accepted=(200, 400))
+        return bool(answer.get("success")), str(answer.get("message", answer))
+
+    async def _pause(self, mode: str) -> None:
+        await self._post("pause_generation", {"mode": mode})
+
+    async def _continue(self) -> None:
+        await self._post("continue_generation", {"torch_empty_cache": False})
+
+    async def _flush(self, seconds: float) -> bool:
+        status, _ = await self._ask("POST", f"flush_cache?timeout={seconds:g}", None)
+        if status not in (200, 400):
+            raise ChannelError(f"{self.where}: flush_cache was answered with status {status}")
+        return status == 200
+
+    async def _release(self, tags: list[str]) -> None:
+        await self._post("release_memory_occupation", {"tags": tags})
+
+    async def _bring_back(self, tags: list[str]) -> None:
+        await self._post("resume_memory_occupation", {"tags": tags})
+
+    async def _set_version(self, version: str) -> None:
+        # The server's default would abort every request in flight.
+        await self._post("update_weight_version", {"new_version": version, "abort_all_requests": False})
+
+    async def _version(self) -> str:
+        return str((await self._get("model_info")).get("weight_version"))
+
+    async def _info(self) -> Mapping[str, Any]:
+        return await self._get("server_info")
+
+    async def _get(self, path: str) -> Mapping[str, Any]:
+        return self._checked(path, *await self._ask("GET", path, None), accepted=(200,))
+
+    async def _post(self, path: str, body: Mapping[str, Any], accepted: tuple[int, ...] = (200,)) -> Mapping[str, Any]:
+        return self._checked(path, *await self._ask("POST", path, body), accepted=accepted)
+
+    def _checked(self, path: str, status: int, answer: Any, *, accepted: tuple[int, ...]) -> Mapping[str, Any]:
+        if status not in accepted:
+            raise ChannelError(f"{self.where}: {path} was answered with status {status}: {str(answer)[:500]}")
+        return answer if isinstance(answer, Mapping) else {}
+
+    async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None) -> tuple[int, Any]:
+        """Status and body of an answer, read as JSON where it is JSON; ChannelError if there is none."""
+        import aiohttp
+
+        if self._client is None:
+            unlimited = aiohttp.ClientTimeout(total=None, connect=_CONNECT_S)  # every call has a deadline of its own
+            connector = aiohttp.TCPConnector(limit=0)
+            self._client = aiohttp.ClientSession(timeout=unlimited, headers=self._headers, connector=connector)
+        try:
+            async with self._client.request(method, f"{self.url}/{path}", json=body) as response:
+                text = await response.text()
+                if not text or response.content_type != "application/json":
+                    return response.status, text
+                return response.status, await response.json()
+        except aiohttp.ClientError as error:
+            raise ChannelError(
+                f"{self.where}: {path} got no answer ({type(error).__name__}: {error}); has the server ended?"
+            ) from error

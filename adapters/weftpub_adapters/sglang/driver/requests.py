@@ -1,0 +1,154 @@
+"""Requests of one handle: when they may begin, which are under way, and how they are taken back.
+
+A desk admits requests while it is open. To drain an engine it closes: what is under way ends, what comes waits. To
+restart requests it takes them back: the engine is told to abort them, and each begins again from its prompt when the
+desk opens. So a publish loses no request that came this way, whatever the mode; requests that others send to the same
+server are theirs to repeat.
+"""
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from weftpub.errors import ChannelError, ConfigError
+from weftpub_adapters.sglang.driver.handle import Completion, VersionSpan
+from weftpub_adapters.sglang.driver.loop import LoopThread
+
+__all__ = ["RequestDesk", "completion_of"]
+
+type Send = Callable[[str, list[int], Mapping[str, Any], bool], Awaitable[Mapping[str, Any]]]
+type Cancel = Callable[[str], Awaitable[None]]
+_AGAIN_S = 0.5  # an engine ignores the abort of a request that has not reached it yet
+
+
+class RequestDesk:
+    """Admits, counts and takes back requests. Its coroutines run on one loop; its methods may be called by any thread.
+
+    Args:
+        engine: name for messages.
+        loop: where requests run.
+        send: sends (request id, prompt, sampling parameters, with logprobs) and returns the engine's answer.
+        cancel: tells the engine to abort a request.
+    """
+
+    def __init__(self, engine: str, loop: LoopThread, send: Send, cancel: Cancel) -> None:
+        self._engine = engine
+        self._loop = loop
+        self._send = send
+        self._cancel = cancel
+        self._open = asyncio.Event()
+        self._open.set()
+        self._changed = asyncio.Event()
+        self._running: set[str] = set()
+        self._recalled: set[str] = set()
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        *,
+        logprobs: bool,
+        seconds: float,
+        require_alive: Callable[[], None],
+    ) -> list[Completion]:
+        """See `EngineHandle.generate`."""
+        each = [sampling] * len(prompts) if isinstance(sampling, Mapping) else list(sampling)
+        if len(each) != len(prompts):
+            raise ConfigError(f"{len(prompts)} prompts came with {len(each)} sets of sampling parameters")
+        if any(not prompt for prompt in prompts):
+            raise ConfigError("a prompt has no token; every request needs at least one")
+
+        async def all_of_them() -> list[Completion]:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._serve(list(prompt), parameters, logprobs))
+                    for prompt, parameters in zip(prompts, each, strict=True)
+                ]
+            return [task.result() for task in tasks]
+
+        try:
+            return self._loop.call(
+                all_of_them(),
+                peer=f"engine {self._engine}",
+                phase="generate",
+                seconds=seconds,
+                cause="requests are held while the engine is paused; was continue_ called, and do sampling parameters "
+                "end the answers?",
+                require_alive=require_alive,
+            )
+        except BaseExceptionGroup as group:
+            first = group.exceptions[0]
+            raise first from None
+
+    def hold(self) -> None:
+        """Let no new request begin."""
+        self._loop.post(self._open.clear)
+
+    def admit(self) -> None:
+        """Let requests begin."""
+        self._loop.post(self._open.set)
+
+    @property
+    def running(self) -> int:
+        """Requests that the engine works on, those it has retracted among them."""
+        return len(self._running)
+
+    async def ended(self) -> None:
+        """Return when no request is under way."""
+        while self._running:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def take_back(self) -> None:
+        """Abort what is under way, to begin again when the desk opens; return when all are back."""
+        while self._running:
+            mine = tuple(self._running)
+            self._recalled.update(mine)
+            for request in mine:
+                await self._cancel(request)
+            self._changed.clear()
+            if self._running:
+                try:
+                    await asyncio.wait_for(self._changed.wait(), _AGAIN_S)
+                except TimeoutError:
+                    continue
+
+    async def _serve(self, prompt: list[int], sampling: Mapping[str, Any], logprobs: bool) -> Completion:
+        attempts = 0
+        while True:
+            await self._open.wait()
+            attempts += 1
+            request = f"weftpub-{uuid.uuid4().hex}"
+            self._running.add(request)
+            try:
+                answer = await self._send(request, prompt, sampling, logprobs)
+            except asyncio.CancelledError:
+                self._loop.post(lambda rid=request: asyncio.ensure_future(self._cancel(rid)))
+                raise
+            finally:
+                self._running.discard(request)
+                recalled = request in self._recalled
+                self._recalled.discard(request)
+                self._changed.set()
+            completion = completion_of(answer, attempts)
+            if not (recalled and completion.finish == "abort"):
+                return completion
+
+
+def completion_of(answer: Mapping[str, Any], attempts: int = 1) -> Completion:
+    """An SGLang answer as plain data; ChannelError if it is none."""
+    meta = answer.get("meta_info")
+    if not isinstance(meta, Mapping) or not isinstance(meta.get("finish_reason"), Mapping):
+        raise ChannelError(f"expected an answer with meta_info and a finish reason, found {str(answer)[:200]}")
+    tokens = tuple(int(token) for token in answer.get("output_ids") or ())
+    spans = meta.get("weight_versions") or [{"version": meta.get("weight_version", ""), "start": 0, "end": len(tokens)}]
+    return Completion(
+        tokens=tokens,
+        text=str(answer.get("text") or ""),
+        finish=str(meta["finish_reason"].get("type", "")),
+        logprobs=tuple(float(entry[0]) for entry in meta.get("output_token_logprobs") or ()),
+        versions=tuple(VersionSpan(str(s["version"]), int(s["start"]), int(s["end"])) for s in spans),
+        attempts=attempts,
+        meta=dict(meta),
+    )

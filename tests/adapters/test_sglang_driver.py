@@ -1,0 +1,445 @@
+"""The five calls of a colocated step against an engine that behaves as SGLang does, its fatal assertions included."""
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from weftpub.errors import ChannelError, ConfigError, DeadlineError, StateError, TornError
+from weftpub.plan import ParameterSpec
+from weftpub.publisher import EngineOutcome, Peer, PublishReport, ThreadGroup
+from weftpub.receive import EngineDescription
+from weftpub.version import EngineState
+from weftpub.wire.messages import StatusReport
+from weftpub_adapters.sglang import support
+from weftpub_adapters.sglang.driver import (
+    MODES,
+    ColocatedEngine,
+    Completion,
+    DriverDeadlines,
+    EngineHandle,
+    EnginePhase,
+    TagState,
+)
+from weftpub_adapters.sglang.driver.memory import wait_for_free
+from weftpub_adapters.sglang.driver.requests import completion_of
+
+GPU = "GPU-0"
+SOON = DriverDeadlines(*(0.3,) * 8)
+WEIGHTS, CACHE = 1000, 400
+TAGS = {"weights": WEIGHTS, "kv_cache": CACHE, "cuda_graph": 0}
+
+
+class FatalAssertion(AssertionError):
+    """What would have ended SGLang's scheduler."""
+
+
+class FakeGpu:
+    def __init__(self, free: int = 100) -> None:
+        self.free = free
+
+    def measure(self, device: str) -> int | None:
+        assert device == GPU
+        return self.free
+
+
+class FakeEngine:
+    """One engine: its memory, its pause, its version."""
+
+    def __init__(self, gpu: FakeGpu, name: str = "sglang") -> None:
+        self.name = name
+        self.gpu = gpu
+        self.calls: list[str] = []
+        self.away: set[str] = set()
+        self.paused = False
+        self.version = "default"
+        self.saver = True
+        self.busy = 0  # flushes that still fail
+        self.keeps = False  # memory that is not freed although release answers
+        self.silent = ""  # the call that does not answer
+
+    def start_receivers(self, run_id: str, directory: Any, *, first_rank: int = 0, version: int | None = None) -> Any:
+        return [Peer(first_rank, f"ipc:///{self.name}", self.name)]
+
+    def stop_receivers(self, run_id: str) -> None: ...
+
+    def generate(
+        self, prompts: Any, sampling: Any, *, logprobs: bool = False, seconds: float = 1.0
+    ) -> list[Completion]:
+        return []
+
+    def pause(self, mode: str) -> None:
+        self.calls.append(f"pause {mode}")
+        self.paused = True
+
+    def continue_(self) -> None:
+        if self.away:
+            raise FatalAssertion("a forward pass without memory")
+        self.calls.append("continue")
+        self.paused = False
+
+    def flush(self) -> bool:
+        self.busy -= 1
+        return self.paused and self.busy < 0
+
+    def release(self, tags: Sequence[str]) -> None:
+        self._answer("release", tags)
+        for tag in tags:
+            if not self.paused or tag in self.away:
+                raise FatalAssertion(f"release of {tag}")
+            self.away.add(tag)
+            self.gpu.free += 0 if self.keeps else TAGS[tag]
+
+    def resume(self, tags: Sequence[str]) -> None:
+        self._answer("resume", tags)
+        for tag in tags:
+            if tag not in self.away or self.gpu.free < TAGS[tag]:
+                raise FatalAssertion(f"resume of {tag}")
+            self.away.discard(tag)
+            self.gpu.free -= TAGS[tag]
+
+    def set_weight_version(self, version: str) -> None:
+        self.calls.append(f"version {version}")
+        self.version = version
+
+    def weight_version(self) -> str:
+        return self.version
+
+    def server_info(self) -> Mapping[str, Any]:
+        return {"enable_memory_saver": self.saver}
+
+    def shutdown(self) -> None: ...
+
+    def _answer(self, call: str, tags: Sequence[str]) -> None:
+        if self.silent == call:
+            raise DeadlineError(f"{call}: no answer")
+        self.calls.append(f"{call} {','.join(tags)}")
+
+
+class FakePublisher:
+    """Receivers as a publisher sees them, one per engine."""
+
+    def __init__(self, *engines: FakeEngine) -> None:
+        self.engines = list(engines)
+        self.states = {engine.name: EngineState.SERVING for engine in engines}
+        self.reasons: dict[str, str] = {}
+        self.fails: Exception | None = None
+        self.left_out: dict[str, str] = {}
+
+    def pause(self) -> None:
+        for name, state in self.states.items():
+            if state is EngineState.SERVING:
+                self.states[name] = EngineState.PAUSED
+
+    def describe(self) -> list[EngineDescription]:
+        specs = (ParameterSpec("w", (WEIGHTS,), (1,), "uint8"), ParameterSpec("rope", (10**9,), (1,), "uint8"))
+        return [
+            EngineDescription(
+                engine=engine.name,
+                rank=rank,
+                world_size=1,
+                device=GPU,
+                parameters=specs,
+                settings={"buffers": ["rope"]},
+            )
+            for rank, engine in enumerate(self.engines)
+        ]
+
+    def publish(self, version: int, sources: Any, checksums: Any, *, resume: bool, **_: Any) -> PublishReport:
+        assert not resume
+        assert all(engine.paused and "weights" not in engine.away for engine in self.engines)
+        if self.fails is not None:
+            self.states = dict.fromkeys(self.states, EngineState.TORN)
+            raise self.fails
+        outcomes = {}
+        for name in self.states:
+            lost = self.left_out.get(name, "")
+            self.states[name] = EngineState.TORN if lost else EngineState.COMMITTED
+            outcomes[name] = EngineOutcome(str(self.states[name]), None if lost else version, lost)
+        return PublishReport("run", version, "0" * 64, {}, 0, 0, 0, 0, outcomes)
+
+    def resume(self) -> None:
+        for name, state in self.states.items():
+            if state is EngineState.TORN and not self.left_out:
+                raise TornError(f"{name} is torn")
+            if state is not EngineState.TORN:
+                self.states[name] = EngineState.SERVING
+
+    def status(self) -> dict[int, StatusReport]:
+        fields: dict[str, Any] = {"version": 1, "digest": "", "incoming": None, "lost": None, "reason": ""}
+        return {
+            rank: StatusReport(state=state, plan_digest="", intact=state is not EngineState.TORN, **fields)
+            for rank, state in enumerate(self.states.values())
+        }
+
+
+@pytest.fixture
+def gpu() -> FakeGpu:
+    return FakeGpu()
+
+
+@pytest.fixture
+def engine(gpu: FakeGpu) -> FakeEngine:
+    return FakeEngine(gpu)
+
+
+@pytest.fixture
+def publisher(engine: FakeEngine) -> FakePublisher:
+    return FakePublisher(engine)
+
+
+@pytest.fixture
+def step(engine: FakeEngine, publisher: FakePublisher, gpu: FakeGpu) -> ColocatedEngine:
+    return colocated(engine, publisher, gpu)
+
+
+def colocated(handles: Any, publisher: Any, gpu: FakeGpu, **settings: Any) -> ColocatedEngine:
+    return ColocatedEngine(handles, publisher, deadlines=SOON, measure=gpu.measure, spare_bytes=0, **settings)
+
+
+def test_a_step_makes_its_calls_in_order_and_the_version_comes_last(
+    step: ColocatedEngine, engine: FakeEngine, gpu: FakeGpu
+) -> None:
+    """A peer's version was visible with each bucket; a failed third one left the new version with old weights."""
+    assert isinstance(engine, EngineHandle)
+    step.drain("retract")
+    step.release()
+    assert gpu.free == 100 + WEIGHTS + CACHE
+    report = step.publish(7, {})
+    step.resume()
+    step.continue_()
+    assert report.version == 7
+    assert engine.calls == [
+        "pause retract",
+        "release kv_cache",
+        "release weights",
+        "resume weights",
+        "version 7",
+        "resume kv_cache",
+        "continue",
+    ]
+    assert step.standing["sglang"].phase is EnginePhase.SERVING
+    assert step.standing["sglang"].version == 7
+    assert gpu.free == 100
+    assert {"drain", "release", "publish", "resume", "continue"} <= step.ms.keys()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_reaches_the_engine(step: ColocatedEngine, engine: FakeEngine, mode: Any) -> None:
+    step.drain(mode)
+    step.drain(mode)
+    assert engine.calls == [f"pause {mode}"]
+
+
+def test_releasing_and_resuming_out_of_turn_is_refused_before_sglang_sees_it(
+    step: ColocatedEngine, engine: FakeEngine
+) -> None:
+    """Releasing a tag twice, or resuming one never released, ended the engine."""
+    for call in (step.release, step.resume, step.continue_, lambda: step.publish(1, {})):
+        with pytest.raises(StateError, match="call drain first"):
+            call()
+    step.drain()
+    step.release(["kv_cache"])
+    with pytest.raises(StateError, match="kv_cache is released and cannot be released"):
+        step.release()
+    with pytest.raises(ConfigError, match=r"\['kv'\]: expected some of kv_cache, weights"):
+        step.release(["kv"])
+    step.release(["weights"])
+    with pytest.raises(StateError, match="publish before resume"):
+        step.resume()
+    with pytest.raises(StateError, match=r"its memory is away \(kv_cache released, weights released\)"):
+        step.continue_()
+    step.publish(1, {})
+    step.publish(2, {})
+    step.resume()
+    step.resume()
+    step.continue_()
+    assert engine.calls.count("resume weights") == engine.calls.count("resume kv_cache") == 1
+
+
+def test_a_call_that_never_answers_leaves_its_tag_unknown_until_the_engine_is_restarted(
+    step: ColocatedEngine, engine: FakeEngine
+) -> None:
+    step.drain()
+    engine.silent = "release"
+    with pytest.raises(DeadlineError, match="no answer"):
+        step.release(["kv_cache"])
+    engine.silent = ""
+    with pytest.raises(StateError, match=r"kv_cache is unknown .* restart the engine"):
+        step.release(["kv_cache"])
+    assert step.standing["sglang"].tags["kv_cache"] == TagState.UNKNOWN
+
+
+def test_memory_is_not_taken_for_free_because_release_answered(
+    step: ColocatedEngine, engine: FakeEngine, gpu: FakeGpu
+) -> None:
+    """release returned before the memory was free, and the trainer ran out of memory."""
+    step.drain()
+    engine.keeps = True
+    with pytest.raises(DeadlineError, match=r"release of weights of engine sglang: 1050 bytes .* 100 bytes"):
+        step.release()
+    assert gpu.free == 100
+
+
+def test_weights_come_back_only_when_their_memory_is_there(
+    step: ColocatedEngine, engine: FakeEngine, gpu: FakeGpu
+) -> None:
+    step.drain()
+    step.release()
+    gpu.free = WEIGHTS - 1  # the trainer kept too much
+    with pytest.raises(DeadlineError, match=r"resume of weights .*: 1000 bytes .* 999 bytes .*empty_cache"):
+        step.publish(1, {})
+    assert "weights" in engine.away
+    threading.Timer(0.1, lambda: setattr(gpu, "free", WEIGHTS + CACHE)).start()
+    step.publish(1, {})
+    step.resume()
+    step.continue_()
+
+
+def test_an_engine_without_a_memory_saver_is_told_so(step: ColocatedEngine, engine: FakeEngine) -> None:
+    engine.saver = False
+    step.drain()
+    with pytest.raises(ConfigError, match="--enable-memory-saver"):
+        step.release()
+
+
+def test_a_busy_cache_is_waited_for_and_then_named(step: ColocatedEngine, engine: FakeEngine) -> None:
+    engine.busy = 1
+    step.drain()
+    step.publish(1, {})
+    step.continue_()
+    engine.busy = 10**6
+    with pytest.raises(DeadlineError, match="could not be flushed"):
+        step.drain()
+
+
+def test_a_failed_publish_keeps_the_engine_paused_until_a_complete_one(
+    step: ColocatedEngine, engine: FakeEngine, publisher: FakePublisher
+) -> None:
+    """A peer's `continue` ran after a failure, too, and the engine served what had arrived by then."""
+    step.drain()
+    step.release()
+    publisher.fails = ChannelError("receiver rank 0: its process ended in phase chunk")
+    with pytest.raises(ChannelError, match="process ended"):
+        step.publish(5, {})
+    step.resume()
+    assert "version 5 was not committed" in step.standing["sglang"].fenced
+    with pytest.raises(TornError):
+        step.continue_()
+    assert engine.paused
+    assert engine.version == "default"
+    publisher.fails = None
+    step.drain()  # the loop's next step
+    step.release()
+    step.publish(6, {})
+    step.resume()
+    step.continue_()
+    assert engine.version == "6"
+    assert step.standing["sglang"].fenced == ""
+
+
+def test_a_version_that_was_not_told_is_told_before_serving(step: ColocatedEngine, engine: FakeEngine) -> None:
+    step.drain()
+    step.publish(3, {})
+    engine.version = "default"
+    step.continue_()
+    assert engine.calls[-2:] == ["version 3", "continue"]
+
+
+def test_a_failed_engine_is_left_out_and_rejoins_after_a_restart(gpu: FakeGpu) -> None:
+    first, second = FakeEngine(gpu, "a"), FakeEngine(gpu, "b")
+    publisher = FakePublisher(first, second)
+    step = colocated([first, second], publisher, gpu, on_engine_failure="continue")
+    step.drain()
+    publisher.left_out = {"b": "receiver rank 1: its process ended"}
+    step.publish(1, {})
+    step.continue_()
+    assert (first.paused, second.paused) == (False, True)
+    assert "its process ended" in step.standing["b"].out
+    publisher.left_out = {}
+    restarted = FakeEngine(gpu, "b")
+    publisher.engines[1] = restarted
+    step.drain()
+    step.rejoin(restarted)
+    with pytest.raises(TornError):
+        step.continue_()
+    assert "restarted" in step.standing["b"].fenced
+    step.publish(2, {})
+    step.continue_()
+    assert (first.version, restarted.version) == ("2", "2")
+    assert not restarted.paused
+    with pytest.raises(ConfigError, match="keep its name"):
+        step.rejoin(FakeEngine(gpu, "c"))
+
+
+def test_ranks_without_handles_take_part_and_hear_of_failures(engine: FakeEngine, gpu: FakeGpu) -> None:
+    groups = ThreadGroup.of_size(2)
+    publishers = [FakePublisher(engine), FakePublisher(engine)]
+    steps = [colocated(engine if rank == 0 else None, publishers[rank], gpu, group=groups[rank]) for rank in range(2)]
+    found: list[Any] = [None, None]
+
+    def run(rank: int) -> None:
+        steps[rank].drain()
+        steps[rank].publish(1, {})
+        steps[rank].continue_()
+        try:
+            steps[rank].release()
+        except StateError as error:
+            found[rank] = str(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert all("call drain first" in str(text) for text in found)
+    with pytest.raises(ConfigError, match="sender rank 1 has handles"):
+        colocated(engine, publishers[1], gpu, group=groups[1])
+
+
+def test_free_memory_that_cannot_be_measured_is_not_waited_for() -> None:
+    assert wait_for_free(10**15, "GPU-x", "test", 5.0, measure=lambda device: None, remedy="") is None
+
+
+def test_deadlines_are_checked() -> None:
+    with pytest.raises(ConfigError, match="driver deadline flush"):
+        replace(SOON, flush=0.0)
+
+
+def test_answers_are_read_with_their_version_spans() -> None:
+    meta = {
+        "finish_reason": {"type": "length", "length": 3},
+        "weight_version": "2",
+        "weight_versions": [{"version": "1", "start": 0, "end": 2}, {"version": "2", "start": 2, "end": 3}],
+        "output_token_logprobs": [[-0.5, 4, None], [-1.0, 5, None], [-2.0, 6, None]],
+    }
+    answer = completion_of({"output_ids": [4, 5, 6], "meta_info": meta})
+    assert (answer.tokens, answer.finish, answer.logprobs) == ((4, 5, 6), "length", (-0.5, -1.0, -2.0))
+    assert [(s.version, s.start, s.end) for s in answer.versions] == [("1", 0, 2), ("2", 2, 3)]
+    plain = completion_of({"output_ids": [4], "meta_info": {"finish_reason": {"type": "stop"}, "weight_version": "1"}})
+    assert [(s.version, s.start, s.end) for s in plain.versions] == [("1", 0, 1)]
+    with pytest.raises(ChannelError, match="finish reason"):
+        completion_of({"error": {"message": "boom"}})
+
+
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [
+        ("0.5.10.post1", "no plugin entry points"),
+        ("0.5.12", "requests in flight would be lost"),
+        ("0.5.20", "requests in flight would be lost"),
+        ("0.5.24", "0.5.24 is not supported; "),
+        ("", "of an unknown version"),
+    ],
+)
+def test_releases_that_were_not_checked_are_refused_with_the_reason(found: str, reason: str) -> None:
+    """0.5.10.post1 is the release that AReaL pins."""
+    with pytest.raises(ConfigError, match=f"{reason}.*0.5.21 to 0.5.23"):
+        support.require_version(found)
+
+
+@pytest.mark.parametrize("found", ["0.5.21", "0.5.22", "0.5.23", "0.5.23+local"])
+def test_releases_that_were_checked_are_accepted(found: str) -> None:
+    support.require_version(found)
