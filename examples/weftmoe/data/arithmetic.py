@@ -1,7 +1,7 @@
 """Generated arithmetic in DAPO-Math-17k's schema: sums that a tiny model can learn, and still get wrong.
 
-The question is ``a+b=`` with one fixed number of digits an operand; the answer is the sum. One character is one token
-of the smoke's tokenizer, so a completion is two or three tokens long.
+The question is ``a+b=``, each operand of 1 to `digits` digits; the answer is the sum. One character is one token of the
+smoke's tokenizer, so a completion is a few tokens long.
 """
 
 import json
@@ -18,27 +18,34 @@ ARITHMETIC = "weftmoe_arithmetic"
 
 
 def arithmetic_rows(count: int, *, seed: int, digits: int = 2) -> Iterator[dict[str, Any]]:
-    """Different sums, in an order and choice that follow from the seed.
+    """Different sums, in an order and choice that follow from the seed. Short operands are as likely as long ones.
 
     Args:
         count: how many.
         seed: of the choice.
-        digits: of each operand.
+        digits: most digits of an operand.
 
     Raises:
-        ConfigError: there are fewer different sums than asked for.
+        ConfigError: there are not twice as many different sums as asked for; drawing them would take long.
     """
-    base = 10**digits
-    if count > base * base:
-        raise ConfigError(f"{count} sums of {digits}-digit operands: there are only {base * base}")
-    for index, number in enumerate(random.Random(seed).sample(range(base * base), count)):
-        left, right = divmod(number, base)
+    numbers = 10**digits
+    if count > numbers * numbers // 2:
+        raise ConfigError(
+            f"{count} sums of operands with up to {digits} digits: ask for at most {numbers * numbers // 2}"
+        )
+    draw = random.Random(seed)
+    seen: set[tuple[int, int]] = set()
+    while len(seen) < count:
+        sum_ = (draw.randrange(10 ** draw.randint(1, digits)), draw.randrange(10 ** draw.randint(1, digits)))
+        if sum_ in seen:
+            continue
+        seen.add(sum_)
         yield {
             "data_source": ARITHMETIC,
-            "prompt": [{"role": "user", "content": f"{left:0{digits}d}+{right:0{digits}d}="}],
+            "prompt": [{"role": "user", "content": f"{sum_[0]}+{sum_[1]}="}],
             "ability": "MATH",
-            "reward_model": {"ground_truth": str(left + right), "style": "exact"},
-            "extra_info": {"index": f"sum-{index}"},
+            "reward_model": {"ground_truth": str(sum(sum_)), "style": "exact"},
+            "extra_info": {"index": f"sum-{len(seen) - 1}"},
         }
 
 

@@ -1,4 +1,4 @@
-"""The order of prompts: every epoch a new permutation, which follows from seed and epoch alone; a position to resume."""
+"""The order of prompts: every epoch a new permutation, made from seed and epoch alone; and a position to resume."""
 
 import random
 from collections.abc import Sequence

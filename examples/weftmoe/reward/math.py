@@ -1,6 +1,7 @@
 """The rule of mathematical answers: math-verify decides whether two expressions are equal.
 
-Used inside worker processes only (`weftmoe.reward.worker`): comparing what a model wrote may take forever, or all memory.
+Used inside worker processes only (`weftmoe.reward.worker`): comparing what a model wrote may take forever, or all
+memory.
 """
 
 import re

@@ -1,10 +1,11 @@
 """Worker processes that judge answers, with a deadline each: an expression that hangs costs one zero reward and one
 process, not the run.
 
-A worker has one job at a time. It answers, or is ended at the deadline and replaced. A worker that cannot start, such as
-for a missing package, is an error.
+A worker has one job at a time. It answers, or is ended at the deadline and replaced. A worker that cannot start, such
+as for a missing package, is an error.
 """
 
+import contextlib
 import json
 import os
 import queue
@@ -147,10 +148,8 @@ class _Worker:
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
-            try:
+            with contextlib.suppress(BrokenPipeError):  # an unsent job; the process is gone
                 pipe.close()
-            except BrokenPipeError:
-                pass  # an unsent job; the process is gone
 
     def _read(self, seconds: float) -> dict[str, Any] | Literal["timeout", "ended"]:
         """One line as JSON. The worker writes whole lines, and only one per job."""

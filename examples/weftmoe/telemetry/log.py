@@ -1,7 +1,7 @@
 """The JSON-lines log of a run: `steps.jsonl` in its directory.
 
-Lines are headers (`kind` "run") and step records (`kind` "step"), each written whole and flushed. A resumed run appends:
-its header comes next, and its records replace those of the same steps before it.
+Lines are headers (`kind` "run") and step records (`kind` "step"), each written whole and flushed. A resumed run
+appends: its header comes next, and its records replace those of the same steps before it.
 """
 
 import json

@@ -1,0 +1,6 @@
+"""Engines that sample completions, behind one interface: SGLang itself, or a sampler in torch over SGLang's real layers.
+"""
+
+from weftmoe.rollout.base import Published, Request, Rollout, Sample, Span
+
+__all__ = ["Published", "Request", "Rollout", "Sample", "Span"]

@@ -1,0 +1,134 @@
+"""What the loop needs of a rollout engine, and the plain data it speaks in.
+
+The five calls of a colocated step, in their order; between them the trainer has the device's memory:
+
+    drain      no request in flight reads weights any more
+    release    the engine gives up the memory of weights and key/value cache
+    publish    weights come back, are received, verified and committed as a version
+    resume     the key/value cache comes back
+    continue_  requests are answered again, from the new version
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+
+from weftmoe.telemetry.record import ByteCheck
+
+__all__ = ["PlanFor", "Published", "Request", "Rollout", "Sample", "Span"]
+
+# From what the engine's ranks say about themselves to a plan; collective over the trainer's ranks.
+PlanFor = Callable[[Sequence[Any]], Any]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One completion that is wanted.
+
+    Attributes:
+        tokens: the prompt.
+        limit: most tokens of the completion.
+        seed: of its random numbers: a request's completion does not depend on its company where the engine allows.
+    """
+
+    tokens: tuple[int, ...]
+    limit: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Span:
+    """Completion tokens `start` up to but not including `end` come from weights of `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion.
+
+    Attributes:
+        tokens: with the end token, if it was drawn.
+        logprobs: of each token under the sampling distribution.
+        finish: "stop" or "length".
+        spans: which weights made which tokens.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish: Literal["stop", "length"]
+    spans: tuple[Span, ...]
+
+    @property
+    def versions(self) -> set[int]:
+        """All versions that made tokens of it."""
+        return {span.version for span in self.spans}
+
+
+@dataclass(frozen=True)
+class Published:
+    """A version that is served now: how long it took by phase, and how its bytes were checked."""
+
+    version: int
+    ms: Mapping[str, float]
+    check: ByteCheck
+
+
+class Rollout(Protocol):
+    """One engine. Trainer ranks other than the first call the same methods; `generate` gives all of them its result."""
+
+    @property
+    def description(self) -> str:
+        """The engine in words, for the log."""
+        ...
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of the log must know about its samples."""
+        ...
+
+    def start(self) -> None:
+        """Start the engine's processes; returns when it can be drained. It serves nothing before a first publish."""
+        ...
+
+    def connect(self, plan_for: PlanFor) -> None:
+        """Let the engine receive: needed once, after the trainer's weights exist and before the first publish."""
+        ...
+
+    def generate(self, requests: Sequence[Request]) -> list[Sample]:
+        """Complete all requests, in their order."""
+        ...
+
+    def score(self, sequences: Sequence[tuple[tuple[int, ...], int]]) -> list[tuple[float, ...]]:
+        """Log-probabilities of given tokens by the served weights.
+
+        Args:
+            sequences: (tokens, first): those from position `first` on are scored.
+        """
+        ...
+
+    def drain(self) -> None: ...
+    def release(self) -> None: ...
+
+    def publish(
+        self, version: int, sources: Mapping[str, torch.Tensor], checksums: Mapping[str, int] | None
+    ) -> Published:
+        """Put a version into the engine.
+
+        Args:
+            version: its number, one above the last; a resumed run begins again at its checkpoint's.
+            sources: this rank's tensors by canonical name.
+            checksums: those that are known already.
+        """
+        ...
+
+    def resume(self) -> None: ...
+    def continue_(self) -> None: ...
+
+    def close(self) -> None:
+        """End the engine's processes. May be called twice."""
+        ...

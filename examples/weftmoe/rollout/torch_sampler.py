@@ -1,0 +1,236 @@
+"""`TorchRollout`: the sampler's process as a rollout engine, for machines without a GPU.
+
+It samples from the weights that were published into SGLang's real layers, never from the trainer's; arithmetic is plain
+torch in FP32, so its numbers say nothing about SGLang's kernels or speed. There is no key/value cache between requests:
+`resume` has nothing to bring back.
+"""
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from weftmoe.rollout.base import PlanFor, Published, Request, Sample, Span
+from weftmoe.rollout.checks import byte_check
+from weftmoe.telemetry.record import ByteCheck
+from weftpub.channel import Deadlines, unix_address
+from weftpub.errors import StateError
+from weftpub.publisher import Peer, Publisher
+from weftpub_demo.peer import ReceiverProcess, explain
+
+__all__ = ["SamplerSettings", "TorchRollout"]
+
+_ENGINE = "sampler"
+_HELLO_S = 30.0
+
+
+@dataclass(frozen=True)
+class SamplerSettings:
+    """What the sampler is asked to be.
+
+    Attributes:
+        model: checkpoint directory; only its config.json is read.
+        format: of the routed experts.
+        path: "weftpub", or "native": a checkpoint directory and SGLang's own loader.
+        stops: tokens that end a completion.
+        temperature, top_p: of the sampling distribution.
+        work: for logs, the commit record, and the checkpoints of the native path.
+        environment: of the process, beside this process's own.
+        ready_s, generate_s, publish_s: limits of waits.
+        verify_sha256: compare digests too.
+        staging_bytes: most extra memory of a publish.
+    """
+
+    model: Path
+    format: Literal["fp8", "bf16"]
+    path: Literal["weftpub", "native"]
+    stops: tuple[int, ...]
+    temperature: float
+    top_p: float
+    work: Path
+    run_id: str
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    ready_s: float = 300.0
+    generate_s: float = 600.0
+    publish_s: float = 120.0
+    verify_sha256: bool = False
+    staging_bytes: int = 64 << 20
+
+
+class TorchRollout:
+    """Implements `weftmoe.rollout.Rollout` for one trainer rank."""
+
+    def __init__(self, settings: SamplerSettings) -> None:
+        self._settings = settings
+        self._stack = ExitStack()
+        self._peer: ReceiverProcess | None = None
+        self._publisher: Publisher | None = None
+        self._released = False
+
+    @property
+    def description(self) -> str:
+        return f"torch sampler over SGLang's real layers, {self._settings.format} experts"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        way = (
+            "published into SGLang's real layers by weftpub"
+            if self._settings.path == "weftpub"
+            else "loaded into SGLang's real layers by SGLang's own loader"
+        )
+        return (
+            f"No SGLang server ran: a torch sampler drew the completions, in FP32, from weights {way} in another "
+            "process, never from the trainer's",
+        )
+
+    def start(self) -> None:
+        """Start the process; it builds its model while this process goes on."""
+        settings = self._settings
+        settings.work.mkdir(parents=True, exist_ok=True)
+        command = [
+            *(sys.executable, "-m", "weftmoe.rollout.worker", "--model", str(settings.model), "--name", _ENGINE),
+            *("--format", settings.format, "--temperature", str(settings.temperature)),
+            *("--top-p", str(settings.top_p), "--stop", *(str(token) for token in settings.stops)),
+        ]
+        self._peer = self._stack.enter_context(
+            ReceiverProcess(
+                "the torch sampler",
+                command,
+                log=settings.work / "sampler.log",
+                environment=_environment(settings.environment),
+            )
+        )
+
+    def connect(self, plan_for: PlanFor) -> None:
+        """Wait for the model, and let it receive."""
+        settings = self._settings
+        hello = self._ask("hello", settings.ready_s)
+        if hello["planner"]:
+            raise StateError(f"the sampler's process has imported {hello['planner']}; engines receive plans as data")
+        if settings.path == "native":
+            return
+        folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="weftmoe-"))
+        peer = Peer(0, unix_address(folder, "sampler"), _ENGINE)
+        self._ask("listen", settings.publish_s, run_id=settings.run_id, address=peer.address)
+        publisher = Publisher(
+            settings.run_id,
+            None,
+            [peer],
+            commit_path=settings.work / f"committed-{settings.run_id}.json",
+            deadlines=replace(Deadlines.all(settings.publish_s), hello=min(_HELLO_S, settings.publish_s)),
+            max_staging_bytes=settings.staging_bytes,
+        )
+        self._publisher = self._stack.enter_context(publisher)
+        publisher.set_plan(plan_for(publisher.describe()))
+
+    def generate(self, requests: Sequence[Request]) -> list[Sample]:
+        plain = [[list(request.tokens), request.limit, request.seed] for request in requests]
+        answer = self._ask("generate", self._settings.generate_s, requests=plain)
+        return [
+            Sample(tuple(tokens), tuple(logprobs), finish, (Span(answer["version"], 0, len(tokens)),))
+            for tokens, logprobs, finish in answer["samples"]
+        ]
+
+    def score(self, sequences: Sequence[tuple[tuple[int, ...], int]]) -> list[tuple[float, ...]]:
+        plain = [[list(tokens), first] for tokens, first in sequences]
+        answer = self._ask("score", self._settings.generate_s, sequences=plain)
+        return [tuple(values) for values in answer["logprobs"]]
+
+    def drain(self) -> None:
+        """No request is ever in flight here: `generate` returns when all are answered. Stops serving."""
+        if self._publisher is not None:
+            with self._explained("pause"):
+                self._publisher.pause()
+
+    def release(self) -> None:
+        """The sampler's weights lose their memory."""
+        self._ask("release", self._settings.publish_s)
+        self._released = True
+
+    def publish(
+        self, version: int, sources: Mapping[str, torch.Tensor], checksums: Mapping[str, int] | None
+    ) -> Published:
+        began = time.perf_counter()
+        if self._released:
+            self._ask("reload", self._settings.publish_s)
+            self._released = False
+        if self._publisher is None:
+            return self._native(version, sources, began)
+        with self._explained(f"publish of version {version}"):
+            report = self._publisher.publish(
+                version,
+                sources,
+                checksums,
+                verify_sha256=self._settings.verify_sha256,
+                resume=False,
+                allow_rollback=True,
+            )
+        return Published(version, report.ms, byte_check(report))
+
+    def resume(self) -> None:
+        """There is no key/value cache to bring back."""
+
+    def continue_(self) -> None:
+        if self._publisher is not None:
+            with self._explained("resume"):
+                self._publisher.resume()
+
+    def close(self) -> None:
+        self._publisher = None
+        self._stack.close()
+
+    def _native(self, version: int, sources: Mapping[str, torch.Tensor], began: float) -> Published:
+        from safetensors.torch import save_file
+
+        directory = self._settings.work / "native"
+        directory.mkdir(parents=True, exist_ok=True)
+        save_file({name: tensor.contiguous().cpu() for name, tensor in sources.items()}, directory / "model.safetensors")
+        self._ask("load", self._settings.publish_s, directory=str(directory), version=version)
+        status = self._ask("status", self._settings.publish_s)
+        if status["poisoned"]:
+            raise StateError(f"SGLang's loader left {status['poisoned']} elements unwritten; the model is not complete")
+        return Published(version, {"total": (time.perf_counter() - began) * 1e3}, ByteCheck(method="none"))
+
+    def _ask(self, do: str, seconds: float, **fields: Any) -> dict[str, Any]:
+        if self._peer is None:
+            raise StateError("the sampler has not been started")
+        return self._peer.call(do, limit_s=seconds, **fields)
+
+    def _explained(self, phase: str) -> Any:
+        assert self._peer is not None, "a publisher exists only after start"
+        return _naming(self._peer, phase)
+
+
+class _naming(ExitStack):
+    """An error inside the block names the sampler's death and the phase, where that explains it."""
+
+    def __init__(self, peer: ReceiverProcess, phase: str) -> None:
+        super().__init__()
+        self._peer, self._phase = peer, phase
+
+    def __enter__(self) -> "_naming":
+        super().__enter__()
+        self.enter_context(explain([self._peer]))(self._phase)
+        return self
+
+
+def _environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment and SGLang's own switches: no check for a kernel package that a CPU does not need."""
+    folders = [str(Path(__file__).parents[2]), *(entry for entry in sys.path if entry)]
+    environment = {
+        **os.environ,
+        "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
+        "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
+        **extra,
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(folders)),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    environment.pop("SGLANG_USE_CPU_ENGINE", None)  # it would repack the weights for other kernels
+    return environment

@@ -1,0 +1,146 @@
+"""The torch sampler's process: `python -m weftmoe.rollout.worker`, SGLang's real model under the driver's remote control.
+
+Weights come over weftpub's channel into the live parameters (or, for a baseline, from a checkpoint directory through
+SGLang's own loader); this process never sees the trainer's tensors. It knows no Megatron and no planner.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from weftmoe.rollout.base import Request
+from weftmoe.rollout.forward import Decoder
+from weftmoe.rollout.sampling import Distribution, draw, score
+from weftpub.errors import StateError
+from weftpub_demo.control import Control, Handler
+
+__all__ = ["SamplerRank", "main"]
+
+
+class SamplerRank:
+    """One rank that holds the whole model, samples from it, and can be published to."""
+
+    def __init__(
+        self, model: Path, *, name: str, format: Literal["fp8", "bf16"], distribution: Distribution, stops: list[int]
+    ) -> None:
+        from weftpub_adapters.sglang import SGLangEngine, build_model
+
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        self.engine = SGLangEngine(build_model(config, format=format, device="cpu"), name=name)
+        self._decoder = Decoder(self.engine.served)
+        self._distribution = distribution
+        self._stops = frozenset(stops)
+        self._open = ExitStack()  # what stays open until the process ends
+
+    def handlers(self) -> dict[str, Handler]:
+        """Everything that the driver may ask."""
+        return {
+            "hello": self.hello,
+            "listen": self.listen,
+            "release": self.release,
+            "reload": self.reload,
+            "load": self.load,
+            "status": self.status,
+            "generate": self.generate,
+            "score": self.score,
+        }
+
+    def hello(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Answered once the model is built."""
+        return {"pid": os.getpid(), "planner": sorted({"awex", "megatron"} & sys.modules.keys())}
+
+    def listen(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Serve publishers of a run from a thread of its own."""
+        from weftpub.receive import Receiver, ReceiverThread
+
+        receiver = Receiver(self.engine, run_id=request["run_id"])
+        return {"address": self._open.enter_context(ReceiverThread(receiver, request["address"])).address}
+
+    def release(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Give up the memory of all weights."""
+        self._decoder.drop()
+        self.engine.pause()
+        self.engine.offload()
+        return {}
+
+    def reload(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Take memory for all weights, filled with NaN bytes: whatever a publish forgets shows."""
+        self.engine.reload()
+        return {}
+
+    def load(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Let SGLang's own loader read a checkpoint directory, and serve it as a version."""
+        from safetensors import safe_open
+
+        served = self.engine.served
+        with (
+            safe_open(Path(request["directory"]) / "model.safetensors", framework="pt") as file,
+            served.active(),
+            torch.no_grad(),
+        ):
+            served.model.load_weights((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+        self.engine.post_process()
+        self.engine.commit(request["version"])
+        self.engine.resume()
+        return {"version": self.engine.version}
+
+    def status(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """What is served, and how many elements of the weights are NaN."""
+        parameters = self.engine.served.model.parameters()
+        poisoned = sum(int(parameter.data.float().isnan().sum()) for parameter in parameters)
+        return {"version": self.engine.version, "serving": self.engine.serving, "poisoned": poisoned}
+
+    def generate(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Complete prompts with the served version."""
+        version = self._serve()
+        wanted = [Request(tuple(tokens), limit, seed) for tokens, limit, seed in request["requests"]]
+        drawn = draw(self._decoder, wanted, self._distribution, self._stops)
+        return {
+            "version": version,
+            "samples": [[one.tokens, one.logprobs, "stop" if one.stopped else "length"] for one in drawn],
+        }
+
+    def score(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Log-probabilities of given tokens by the served version."""
+        version = self._serve()
+        sequences = [(tokens, first) for tokens, first in request["sequences"]]
+        return {"version": version, "logprobs": score(self._decoder, sequences, self._distribution)}
+
+    def _serve(self) -> int:
+        if not self.engine.serving or self.engine.version is None:
+            raise StateError(f"{self.engine.name} does not serve (version {self.engine.version}); publish first")
+        if not self._decoder.fresh:
+            self._decoder.refresh()
+        return self.engine.version
+
+
+def main() -> None:
+    """Serve until the driver closes standard input."""
+    control = Control()  # before everything that takes seconds: from here on this process leaves with its driver
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, required=True, help="checkpoint directory; only its config.json is read")
+    parser.add_argument("--name", required=True, help="of the engine, for messages")
+    parser.add_argument("--format", choices=("fp8", "bf16"), required=True)
+    parser.add_argument("--temperature", type=float, required=True)
+    parser.add_argument("--top-p", type=float, required=True)
+    parser.add_argument("--stop", type=int, nargs="*", default=[], help="tokens that end a completion")
+    options = parser.parse_args()
+    rank = SamplerRank(
+        options.model,
+        name=options.name,
+        format=options.format,
+        distribution=Distribution(options.temperature, options.top_p),
+        stops=options.stop,
+    )
+    control.serve(rank.handlers())
+
+
+if __name__ == "__main__":
+    main()

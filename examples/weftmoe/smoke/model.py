@@ -1,0 +1,165 @@
+"""Makes the smoke's Qwen3-MoE: random weights, then supervised steps on the arithmetic until it is right now and then.
+
+GRPO can only raise a reward that is sometimes there, and has nothing to raise once it is always there: the warm-up stops
+when the model's probability of a right answer, over the training problems, has reached `TARGET`. It runs in Hugging
+Face's own model, in FP32 with torch's AdamW, so that it is the same for every variant that is compared afterwards.
+"""
+
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weftmoe.data import arithmetic_rows
+from weftmoe.schema import Smoke
+from weftmoe.smoke.tokenizer import make_tokenizer
+
+__all__ = ["TARGET", "Warmup", "make_model", "model_config"]
+
+TARGET = 0.3
+_CHECK_EVERY = 20
+_CHECKED = 128
+_RISE = 20  # steps over which the learning rate rises
+_NOTE = "warmup.json"
+_IGNORED = -100  # the label that Hugging Face's loss passes over
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """What the warm-up did.
+
+    Attributes:
+        steps: supervised steps.
+        probability: of a right answer, mean over problems, after them.
+        loss: of the last step, mean per answer token.
+        seconds: wall time.
+    """
+
+    steps: int
+    probability: float
+    loss: float
+    seconds: float
+
+
+def model_config(smoke: Smoke, tokens: int) -> Any:
+    """The model's configuration; `tokens` is the longest sequence that it must take."""
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(
+        vocab_size=smoke.vocab,
+        hidden_size=smoke.hidden,
+        intermediate_size=smoke.intermediate,
+        moe_intermediate_size=smoke.intermediate,
+        num_hidden_layers=smoke.layers,
+        num_attention_heads=smoke.heads,
+        num_key_value_heads=smoke.kv_heads,
+        head_dim=smoke.head_dim,
+        num_experts=smoke.experts,
+        num_experts_per_tok=smoke.top_k,
+        norm_topk_prob=True,
+        max_position_embeddings=max(128, tokens),
+        tie_word_embeddings=False,
+        use_cache=False,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=2,
+    )
+
+
+def make_model(
+    directory: Path,
+    smoke: Smoke,
+    *,
+    seed: int,
+    tokens: int,
+    device: str,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Warmup:
+    """Make model, tokenizer and config in Hugging Face's format, BF16; or take what an earlier start made there.
+
+    Args:
+        directory: where to.
+        smoke: sizes and steps.
+        seed: of weights, problems and batches.
+        tokens: longest sequence.
+        device: where the warm-up runs.
+        progress: called with finished and planned steps.
+    """
+    wanted = {"smoke": smoke.model_dump(mode="json"), "seed": seed, "tokens": tokens}
+    note = directory / _NOTE
+    if note.is_file():
+        found = json.loads(note.read_text(encoding="utf-8"))
+        if found["wanted"] == wanted:
+            return Warmup(**found["warmup"])
+    from transformers import Qwen3MoeForCausalLM
+
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = make_tokenizer(directory, smoke.vocab)
+    torch.manual_seed(seed)
+    # One expert after the other: faster than the grouped kernels at this size, and the same on every machine.
+    model = Qwen3MoeForCausalLM._from_config(model_config(smoke, tokens), experts_implementation="eager")
+    model = model.float().to(device)
+    warmup = _warm_up(model, tokenizer, smoke, seed, progress)
+    model.to(torch.bfloat16).save_pretrained(str(directory))
+    note.write_text(json.dumps({"wanted": wanted, "warmup": asdict(warmup)}, indent=1), encoding="utf-8")
+    return warmup
+
+
+def _warm_up(
+    model: Any, tokenizer: Any, smoke: Smoke, seed: int, progress: Callable[[int, int], None]
+) -> Warmup:
+    problems = _encode(tokenizer, smoke, seed)
+    draw = random.Random(f"{seed}/warm-up")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=smoke.warmup_lr, betas=(0.9, 0.98), weight_decay=0.01)
+    checked = draw.sample(problems, min(_CHECKED, len(problems)))
+    began, loss, probability, step = time.monotonic(), float("nan"), _probability(model, checked), 0
+    while step < smoke.warmup_steps and probability < TARGET:
+        step += 1
+        for group in optimizer.param_groups:
+            group["lr"] = smoke.warmup_lr * min(1.0, step / _RISE)
+        tokens, labels = _batch(draw.choices(problems, k=smoke.warmup_batch), model.device)
+        out = model(input_ids=tokens, labels=labels)
+        out.loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % _CHECK_EVERY == 0 or step == smoke.warmup_steps:
+            loss, probability = float(out.loss.detach()), _probability(model, checked)
+        progress(step, smoke.warmup_steps)
+    return Warmup(step, probability, loss, round(time.monotonic() - began, 2))
+
+
+def _encode(tokenizer: Any, smoke: Smoke, seed: int) -> list[tuple[list[int], int]]:
+    """Problems as (tokens of question and answer with its end, tokens of the question)."""
+    found = []
+    for row in arithmetic_rows(smoke.problems, seed=seed, digits=smoke.digits):
+        question = tokenizer(row["prompt"][0]["content"], add_special_tokens=False)["input_ids"]
+        answer = tokenizer(row["reward_model"]["ground_truth"], add_special_tokens=False)["input_ids"]
+        found.append(([*question, *answer, tokenizer.eos_token_id], len(question)))
+    return found
+
+
+def _batch(problems: Sequence[tuple[list[int], int]], device: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    longest = max(len(tokens) for tokens, _ in problems)
+    tokens = torch.zeros(len(problems), longest, dtype=torch.int64)
+    labels = torch.full_like(tokens, _IGNORED)
+    for row, (ids, question) in enumerate(problems):
+        tokens[row, : len(ids)] = torch.tensor(ids)
+        labels[row, question : len(ids)] = tokens[row, question : len(ids)]
+    return tokens.to(device), labels.to(device)
+
+
+@torch.no_grad()
+def _probability(model: Any, problems: Sequence[tuple[list[int], int]]) -> float:
+    """Mean probability of the whole right answer: the reward that sampling would get."""
+    tokens, labels = _batch(problems, model.device)
+    logp = model(input_ids=tokens).logits[:, :-1].float().log_softmax(-1)
+    labels = labels[:, 1:]
+    answered = labels != _IGNORED
+    picked = logp.gather(-1, labels.clamp(min=0)[..., None])[..., 0] * answered
+    return float(picked.sum(-1).exp().mean())
