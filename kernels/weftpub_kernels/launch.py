@@ -10,7 +10,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from .recipe import BLOCK, Recipe
 from .triton_quantize import COLUMNS_FIRST, NUM_WARPS, ROWS_FIRST, quantize_tiles
 from .tuning import Tuning, choose
 
-__all__ = ["Variant", "batch_strides", "compile_kernel", "idle_monitor", "launch"]
+__all__ = ["Variant", "batch_strides", "compile_kernel", "grid_for", "idle_monitor", "launch"]
 
 _MAX_PLANS = 4096
 _LOW = 1 << 40  # a tensor without storage has the address of its offset, which is below this
@@ -140,6 +140,8 @@ def _prepare(
         even = x.shape[-2] % BLOCK == 0 and x.shape[-1] % BLOCK == 0
         processors = torch.cuda.get_device_properties(x.device).multi_processor_count
         chosen = tuning or choose(math.prod(x.shape[:-2]) * math.prod(grid_of(x.shape)), processors)
+        if not can_fetch_ahead(x, out):
+            chosen = replace(chosen, ahead="", load_cache=chosen.load_cache.replace("256B", ""))
         variant = Variant(x.dtype, recipe.operators, even, out.sums is not None, check, aligned, chosen)
         if tuning is None and (x.get_device(), variant) not in _tested:
             from .selftest import check_variant
@@ -156,15 +158,16 @@ def _plan(x: torch.Tensor, out: QuantizedPair, variant: Variant) -> _Plan | None
     strides = batch_strides(x, out)
     if strides is None:
         return None
-    count, (rows, columns), (mb, nb) = math.prod(x.shape[:-2]), x.shape[-2:], grid_of(x.shape)
+    count, (rows, columns), (mb, _) = math.prod(x.shape[:-2]), x.shape[-2:], grid_of(x.shape)
     if count >= 1 << 16 or mb >= 1 << 16:
         found = f"{list(x.shape)} has {count} matrices of {mb} rows of blocks"
         raise ShapeError(f"{found}, one launch takes 65535 of each; split it")
     weights = _weights(columns, x.device) if variant.sums else None
-    compiled, constants = compile_kernel(x, out, strides, variant, weights)
+    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    compiled, constants = compile_kernel(x, out, strides, variant, weights, processors)
     return _Plan(
         compiled.run,
-        (nb, mb, count),
+        grid_for(x, variant.tuning, processors),
         compiled.function,
         compiled.packed_metadata,
         constants,
@@ -174,12 +177,29 @@ def _plan(x: torch.Tensor, out: QuantizedPair, variant: Variant) -> _Plan | None
     )
 
 
+def can_fetch_ahead(x: torch.Tensor, out: QuantizedPair) -> bool:
+    """Whether float32 blocks are whole, and their rows contiguous and aligned to 16 bytes."""
+    whole = x.shape[-2] % BLOCK == 0 and x.shape[-1] % BLOCK == 0
+    aligned = (x.data_ptr() | out.w.data_ptr() | out.wt.data_ptr()) & 15 == 0
+    contiguous = x.stride(-1) == 1 and all(step % 4 == 0 for step in x.stride()[:-1])
+    return x.dtype == torch.float32 and whole and aligned and contiguous
+
+
+def grid_for(x: torch.Tensor, tuning: Tuning, processors: int) -> tuple[int, int, int]:
+    """Programs of a launch: blocks across, blocks down, matrices; or as many as are resident, where they stay."""
+    count, (mb, nb) = math.prod(x.shape[:-2]), grid_of(x.shape)
+    if tuning.ahead == "stay":
+        return (min(count * mb * nb, tuning.resident * processors), 1, 1)
+    return (nb, mb, count)
+
+
 def compile_kernel(
     x: torch.Tensor,
     out: QuantizedPair,
     strides: Sequence[int],
     variant: Variant,
     weights: torch.Tensor | None,
+    processors: int,
 ) -> tuple[Any, tuple[Any, ...]]:
     """The kernel for tensors of this layout, and its arguments after the buffers and the monitor's base.
 
@@ -188,8 +208,10 @@ def compile_kernel(
     tuning = variant.tuning
     wide = any(BLOCK * abs(a) + BLOCK * abs(b) >= 1 << 31 for a, b in (t.stride()[-2:] for t in (x, out.w, out.wt)))
     address = 0 if weights is None else weights.data_ptr()
-    switches = (variant.even, variant.check, variant.sums, wide, *astuple(tuning)[1:])
-    constants = (address, 0, *x.shape[-2:], *strides, *variant.operators, *switches, COLUMNS_FIRST, ROWS_FIRST)
+    switches = (variant.even, variant.check, variant.sums, wide, *astuple(tuning)[1:8])
+    blocks = math.prod(x.shape[:-2]) * math.prod(grid_of(x.shape))
+    sizes = (*x.shape[-2:], blocks, tuning.resident * processors)
+    constants = (address, 0, *sizes, *strides, *variant.operators, *switches, COLUMNS_FIRST, ROWS_FIRST)
     dtypes = (x.dtype, out.w.dtype, out.wt.dtype, torch.float32, torch.float32, torch.int64, torch.int64)
     buffers = [_Pointer(dtype, variant.aligned) for dtype in dtypes]
     limited = tuning.registers is not None and variant.even and "divide" not in variant.operators

@@ -20,6 +20,7 @@ The recipe's operators are constexprs, so every preset is this kernel. ``gl.div_
 # own)
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language import PropagateNan
 
 from .fragments import LOAD_ASM, LOAD_CONSTRAINTS, SUM_ASM, SUM_CONSTRAINTS, THREADS
@@ -48,10 +49,40 @@ ROWS_FIRST = gl.DistributedLinearLayout(
     shape=[128, 128],
 )
 
+# One value per thread; and all of those in every warp, eight in each of its threads.
+_BY_THREAD = gl.constexpr(gl.BlockedLayout([1], [32], [NUM_WARPS], [0]))
+_BY_WARP = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[1], [2], [4]],
+        lane_bases=[[8], [16], [32], [64], [128]],
+        warp_bases=[[0], [0], [0]],
+        block_bases=[],
+        shape=[THREADS],
+    )
+)
+_IN_ORDER = gl.constexpr(gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0]))
+_PLAIN = gl.constexpr(gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[1, 0]))
+
 _LOAD_ASM = gl.constexpr(LOAD_ASM)
 _LOAD_CONSTRAINTS = gl.constexpr(LOAD_CONSTRAINTS)
 _SUM_ASM = gl.constexpr(SUM_ASM)
 _SUM_CONSTRAINTS = gl.constexpr(SUM_CONSTRAINTS)
+_BULK_ASM = gl.constexpr("""
+{
+.reg .pred there;
+setp.ne.s32 there, $2, 0;
+@there cp.async.bulk.prefetch.L2.global [$1], $3;
+mov.u32 $0, 0;
+}
+""")
+_LINE_ASM = gl.constexpr("""
+{
+.reg .pred there;
+setp.ne.s32 there, $2, 0;
+@there prefetch.global.L2 [$1];
+mov.u32 $0, 0;
+}
+""")
 _ALL_NAN = gl.constexpr(PropagateNan.ALL)
 _CLEAN = gl.constexpr(2**63 - 1)
 _INF_BITS = gl.constexpr(0x7F800000)
@@ -59,41 +90,119 @@ _FLT_MAX = gl.constexpr(3.4028234663852886e38)
 _RECIP_448 = gl.constexpr(0.0022321429569274187)  # float32(1/448)
 
 
-@gluon.jit(do_not_specialize=["s_e", "s_m", "s_n", "st_e", "st_n", "st_m", "c_e", "c_m", "c_n"])
+@gluon.jit(do_not_specialize=["s_e", "s_m", "s_n", "st_e", "st_n", "st_m", "c_e", "c_m", "c_n", "blocks", "skip"])
 def quantize_tiles(
     x, w, wt, scale, scale_t, sums, record,
     base: gl.int64, weights: gl.int64, zero: gl.int32,
-    M, N,
+    M, N, blocks, skip,
     x_e, x_m, x_n, w_e, w_m, w_n, wt_e, wt_n, wt_m, s_e, s_m, s_n, st_e, st_n, st_m, c_e, c_m, c_n,
     FLOOR: gl.constexpr, SCALE: gl.constexpr, OVERFLOW: gl.constexpr, POW2: gl.constexpr, ZERO: gl.constexpr,
     INVERSE: gl.constexpr, CODE: gl.constexpr,
     EVEN: gl.constexpr, CHECK: gl.constexpr, SUMS: gl.constexpr, WIDE: gl.constexpr,
     LOAD_CACHE: gl.constexpr, LOAD_EVICT: gl.constexpr, STORE_CACHE: gl.constexpr, STORE_EVICT: gl.constexpr,
-    LAYOUT: gl.constexpr, LAYOUT_T: gl.constexpr,
+    AHEAD: gl.constexpr, EXCHANGE: gl.constexpr, APART: gl.constexpr, LAYOUT: gl.constexpr, LAYOUT_T: gl.constexpr,
 ):  # fmt: skip
-    """Quantize block (program 1, program 0) of matrix (program 2) of ``x [E, M, N]``.
+    """Quantize block (program 1, program 0) of matrix (program 2) of ``x [E, M, N]``; with ``AHEAD`` "stay" block
+    (program 0) of all ``blocks`` in a row, and every ``skip``-th after it.
 
     ``*_e``, ``*_m`` and ``*_n`` are element strides, ``record`` and ``base`` a NonFiniteMonitor's, ``weights`` the
-    address of fragments.sum_weights(N), ``zero`` is 0. ``LOAD_*`` and ``STORE_*`` are how x is read and codes
-    are written (tuning.py).
+    address of fragments.sum_weights(N), ``zero`` is 0. ``LOAD_*`` and ``STORE_*`` are how x is read and codes are
+    written, ``AHEAD`` is how the block ``skip`` further on is fetched, ``EXCHANGE`` how threads reduce (tuning.py).
     """
-    nb = gl.program_id(0).to(gl.int64)
-    mb = gl.program_id(1).to(gl.int64)
-    e = gl.program_id(2).to(gl.int64)
+    rows, columns = _indices(LAYOUT, WIDE)
+    offsets = rows[:, None] * x_m + columns[None, :] * x_n
+    if AHEAD == "stay":
+        buffer = gl.allocate_shared_memory(x.dtype.element_ty, [128, 128], _PLAIN)
+        first = gl.program_id(0)
+        nb, mb, e = _place(first, M, N)
+        async_copy.async_copy_global_to_shared(buffer, x + (e * x_e + mb * 128 * x_m + nb * 128 * x_n) + offsets)
+        async_copy.commit_group()
+        for number in range(first, blocks, skip):
+            nb, mb, e = _place(number, M, N)
+            async_copy.wait_group(0)
+            gl.thread_barrier()
+            tile = buffer.load(LAYOUT).to(gl.float32)
+            if SUMS and APART == "":
+                fragments = _load_weights(weights, LAYOUT_T)
+            else:
+                fragments = tile
+            if number + skip < blocks:  # in flight while this block is worked on
+                gl.thread_barrier()
+                nb2, mb2, e2 = _place(number + skip, M, N)
+                async_copy.async_copy_global_to_shared(
+                    buffer, x + (e2 * x_e + mb2 * 128 * x_m + nb2 * 128 * x_n) + offsets
+                )
+            async_copy.commit_group()
+            _finish(
+                tile, fragments, x, w, wt, scale, scale_t, sums, record, base, weights, zero,
+                nb, mb, e, M, N, blocks, skip,
+                x_e, x_m, x_n, w_e, w_m, w_n, wt_e, wt_n, wt_m, s_e, s_m, s_n, st_e, st_n, st_m, c_e, c_m, c_n,
+                FLOOR, SCALE, OVERFLOW, POW2, ZERO, INVERSE, CODE, EVEN, CHECK, SUMS, WIDE, STORE_CACHE, STORE_EVICT,
+                AHEAD, EXCHANGE, APART, LAYOUT, LAYOUT_T,
+            )  # fmt: skip
+    else:
+        nb = gl.program_id(0).to(gl.int64)
+        mb = gl.program_id(1).to(gl.int64)
+        e = gl.program_id(2).to(gl.int64)
+        at = x + (e * x_e + mb * 128 * x_m + nb * 128 * x_n) + offsets
+        if LOAD_CACHE == "256B":
+            tile = _load_wide(at, LAYOUT)
+        elif EVEN:
+            tile = gl.load(at, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(gl.float32)
+        else:
+            mask = ((mb * 128 + rows) < M)[:, None] & ((nb * 128 + columns) < N)[None, :]
+            tile = gl.load(at, mask=mask, other=0.0).to(gl.float32)
+        if SUMS and APART == "":  # asked for now, so that they are there when the codes are
+            fragments = _load_weights(weights, LAYOUT_T)
+        else:
+            fragments = tile
+        if AHEAD == "bulk" or AHEAD == "128" or AHEAD == "32":
+            _fetch_ahead(x, nb, mb, e, M, N, blocks, skip, x_e, x_m, AHEAD)
+        _finish(
+            tile, fragments, x, w, wt, scale, scale_t, sums, record, base, weights, zero, nb, mb, e, M, N, blocks, skip,
+            x_e, x_m, x_n, w_e, w_m, w_n, wt_e, wt_n, wt_m, s_e, s_m, s_n, st_e, st_n, st_m, c_e, c_m, c_n,
+            FLOOR, SCALE, OVERFLOW, POW2, ZERO, INVERSE, CODE, EVEN, CHECK, SUMS, WIDE, STORE_CACHE, STORE_EVICT,
+            AHEAD, EXCHANGE, APART, LAYOUT, LAYOUT_T,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _load_wide(at, LAYOUT: gl.constexpr):
+    """A float32 block by loads that make the L2 cache fetch 256 bytes at a time."""
+    first, _ = gl.split(gl.reshape(at.to(gl.int64), [128, 32, 2, 2]))
+    first, _ = gl.split(first)
+    a, b, c, d = gl.inline_asm_elementwise(
+        "ld.global.L1::no_allocate.L2::256B.v4.b32 {$0, $1, $2, $3}, [$4];",
+        "=r,=r,=r,=r,l",
+        [first],
+        dtype=(gl.float32, gl.float32, gl.float32, gl.float32),
+        is_pure=False,
+        pack=1,
+    )
+    four = gl.join(gl.join(a, c), gl.join(b, d))
+    return gl.convert_layout(gl.reshape(four, [128, 128]), LAYOUT)
+
+
+@gluon.jit
+def _finish(
+    tile, fragments, x, w, wt, scale, scale_t, sums, record, base, weights, zero, nb, mb, e, M, N, blocks, skip,
+    x_e, x_m, x_n, w_e, w_m, w_n, wt_e, wt_n, wt_m, s_e, s_m, s_n, st_e, st_n, st_m, c_e, c_m, c_n,
+    FLOOR: gl.constexpr, SCALE: gl.constexpr, OVERFLOW: gl.constexpr, POW2: gl.constexpr, ZERO: gl.constexpr,
+    INVERSE: gl.constexpr, CODE: gl.constexpr,
+    EVEN: gl.constexpr, CHECK: gl.constexpr, SUMS: gl.constexpr, WIDE: gl.constexpr,
+    STORE_CACHE: gl.constexpr, STORE_EVICT: gl.constexpr, AHEAD: gl.constexpr, EXCHANGE: gl.constexpr,
+    APART: gl.constexpr, LAYOUT: gl.constexpr, LAYOUT_T: gl.constexpr,
+):  # fmt: skip
+    """All that is done with a block once its values are in registers."""
     top = mb * 128
     left = nb * 128
     rows, columns = _indices(LAYOUT, WIDE)
-    if SUMS:  # asked for now, so that they are there when the codes are
-        fragments = _load_weights(weights, LAYOUT_T)
-    origin = x + (e * x_e + top * x_m + left * x_n)
-    at = origin + rows[:, None] * x_m + columns[None, :] * x_n
-    if EVEN:
-        tile = gl.load(at, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(gl.float32)
+    if EXCHANGE:
+        amax = _block_max(tile)
     else:
-        mask = ((top + rows) < M)[:, None] & ((left + columns) < N)[None, :]
-        tile = gl.load(at, mask=mask, other=0.0).to(gl.float32)
-
-    amax = gl.reduce(gl.reshape(gl.abs(tile), [128 * 128]), 0, _larger_or_nan)
+        amax = gl.reduce(gl.reshape(gl.abs(tile), [128 * 128]), 0, _larger_or_nan)
+    if AHEAD == "late bulk" or AHEAD == "late 128" or AHEAD == "late 32":
+        _fetch_ahead(x, nb, mb, e, M, N, blocks, skip, x_e, x_m, AHEAD)
     finite = amax < float("inf")
     m, s = _block_scale(amax, FLOOR, SCALE, OVERFLOW, POW2, ZERO, INVERSE)
     m = gl.where(finite, m, float("nan"))
@@ -108,11 +217,14 @@ def quantize_tiles(
     if EVEN:
         gl.store(at, codes.to(gl.float8e4nv, bitcast=True), cache_modifier=STORE_CACHE, eviction_policy=STORE_EVICT)
     else:
+        mask = ((top + rows) < M)[:, None] & ((left + columns) < N)[None, :]
         gl.store(at, codes.to(gl.float8e4nv, bitcast=True), mask=mask)
 
     turned = _turn(codes, LAYOUT_T)
-    if SUMS:  # before W^T is stored, so that its steps and these stores can fill each other's waits
-        parts = _warp_sums(turned, fragments)
+    if SUMS and APART != "W^T":  # before W^T is stored, so that its steps and these stores can fill each other's waits
+        if APART == "W":  # ptxas puts W's stores off until the sums are made, unless the weights come after them
+            fragments = _load_weights(weights, LAYOUT_T)
+        parts = _warp_sums(turned, fragments, EXCHANGE)
         gl.store(sums + (e * c_e + mb * c_m + nb * c_n) + gl.arange(0, 8, parts.type.layout), parts)
     rows_t, columns_t = _indices(LAYOUT_T, WIDE)
     at = wt + (e * wt_e + top * wt_m + left * wt_n) + rows_t[:, None] * wt_m + columns_t[None, :] * wt_n
@@ -121,12 +233,67 @@ def quantize_tiles(
     else:
         mask = ((top + rows_t) < M)[:, None] & ((left + columns_t) < N)[None, :]
         gl.store(at, turned.to(gl.float8e4nv, bitcast=True), mask=mask)
+    if SUMS and APART == "W^T":
+        fragments = _load_weights(weights, LAYOUT_T)
+        parts = _warp_sums(turned, fragments, EXCHANGE)
+        gl.store(sums + (e * c_e + mb * c_m + nb * c_n) + gl.arange(0, 8, parts.type.layout), parts)
 
     gl.store(scale + (e * s_e + mb * s_m + nb * s_n), s)
     gl.store(scale_t + (e * st_e + nb * st_n + mb * st_m), s)
     if CHECK:
         if finite == 0:
+            origin = x + (e * x_e + top * x_m + left * x_n)
             _note(origin, record, base + e * M * N, top, left, M, N, x_m, x_n, columns)
+
+
+@gluon.jit
+def _place(number, M, N):
+    """(block across, block down, matrix) of block ``number``, counted across first, as int64."""
+    across = (N + 127) // 128
+    down = (M + 127) // 128
+    row = number // across
+    e = row // down
+    return (number - row * across).to(gl.int64), (row - e * down).to(gl.int64), e.to(gl.int64)
+
+
+@gluon.jit
+def _fetch_ahead(x, nb, mb, e, M, N, blocks, skip, x_e, x_m, AHEAD: gl.constexpr):
+    """Ask the block ``skip`` blocks further on, if there is one, into the L2 cache: half a row per thread."""
+    number = ((e * ((M + 127) // 128) + mb) * ((N + 127) // 128) + nb).to(gl.int32) + skip
+    nb2, mb2, e2 = _place(number, M, N)
+    half = gl.arange(0, 256, _BY_THREAD)
+    at = (x + (e2 * x_e + (mb2 * 128 + half // 2) * x_m + nb2 * 128 + half % 2 * 64)).to(gl.int64)
+    there = (gl.full_like(half, 0) + number < blocks).to(gl.int32)
+    SIZE: gl.constexpr = x.dtype.element_ty.primitive_bitwidth * 8  # bytes in half a row
+    if AHEAD == "bulk" or AHEAD == "late bulk":
+        there = gl.where(half % 2 == 0, there, 0)  # a row by every second thread: threads do this one by one
+        _fetch(_BULK_ASM, "=r,l,r,r", [at, there, gl.full_like(half, 2 * SIZE)])
+    elif AHEAD == "128" or AHEAD == "late 128":
+        for i in gl.static_range(SIZE // 128):
+            _fetch(_LINE_ASM, "=r,l,r", [at + 128 * i, there])
+    else:
+        for i in gl.static_range(SIZE // 32):
+            _fetch(_LINE_ASM, "=r,l,r", [at + 32 * i, there])
+
+
+@gluon.jit
+def _fetch(ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, arguments):
+    gl.inline_asm_elementwise(ASM, CONSTRAINTS, arguments, dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _block_max(tile):
+    """The largest magnitude of a block, or a NaN if it has one, by way of integers, which order them alike.
+
+    Every thread leaves its maximum in shared memory, every warp reads them all: one barrier, and one instruction
+    instead of five exchanges.
+    """
+    # 64 rows by 32 columns to a warp, and in it 16 by 4 to a thread: see _LANES and _WARPS
+    pieces = gl.reshape(gl.abs(tile), [2, 4, 16, 4, 8, 4])
+    pieces = gl.reshape(gl.permute(pieces, [0, 3, 1, 4, 2, 5]), [256, 64])
+    largest = gl.reduce(pieces, 1, _larger_or_nan).to(gl.int32, bitcast=True)
+    room = gl.allocate_shared_memory(gl.int32, [256], _IN_ORDER, gl.convert_layout(largest, _BY_THREAD))
+    return gl.max(room.load(_BY_WARP), 0).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -232,7 +399,7 @@ def _load_weights(weights, LAYOUT_T: gl.constexpr):
 
 
 @gluon.jit
-def _warp_sums(turned, fragments):
+def _warp_sums(turned, fragments, EXCHANGE: gl.constexpr):
     """int64 [8]: sum of byte * A^(place in the tile) of the uint8 codes, in ROWS_FIRST registers, of each warp.
 
     fragments.py says how. The warps' sums stay apart, since adding them up would make the program wait for its slowest
@@ -248,7 +415,16 @@ def _warp_sums(turned, fragments):
     part, _ = gl.split(part)
     # 16-row by 4-column pieces as half, lanes down, warps across, lanes across: see _LANES and _WARPS
     part = gl.reshape(part, [2, 4, 4, 8])
-    return gl.reshape(gl.sum(gl.sum(part, 3), 1), [8])
+    if EXCHANGE:
+        # three limbs, whose sums over 32 threads fit words: the GPU adds words over a warp in one instruction
+        part = gl.reshape(gl.permute(part, [0, 2, 1, 3]), [8, 32])
+        low = gl.sum((part & 0x7FFFFFF).to(gl.int32), 1).to(gl.uint32, bitcast=True).to(gl.int64)
+        middle = gl.sum(((part >> 27) & 0x7FFFFFF).to(gl.int32), 1).to(gl.uint32, bitcast=True).to(gl.int64)
+        high = gl.sum((part >> 54).to(gl.int32), 1).to(gl.int64)
+        total = low + (middle << 27) + (high << 54)
+    else:
+        total = gl.reshape(gl.sum(gl.sum(part, 3), 1), [8])
+    return total
 
 
 @gluon.jit

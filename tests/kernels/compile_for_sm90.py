@@ -24,11 +24,11 @@ from weftpub_kernels import triton_checksum as checksums
 from weftpub_kernels.bench.shapes import SHAPE_CLASSES
 from weftpub_kernels.checksum import _sum_of_bytes
 from weftpub_kernels.fragments import sum_weights
-from weftpub_kernels.launch import Variant, batch_strides, compile_kernel
-from weftpub_kernels.pair import grid_of
+from weftpub_kernels.launch import Variant, batch_strides, compile_kernel, grid_for
 from weftpub_kernels.reference import quantize_reference
 from weftpub_kernels.tuning import Tuning
 
+PROCESSORS = 1  # so that a few blocks are more than are resident
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -62,7 +62,7 @@ class Quantizer:
         self.weights = sum_weights(x.shape[-1])
         strides = batch_strides(x, out)
         assert strides is not None
-        self.compiled, self.constants = compile_kernel(x, out, strides, variant, self.weights)
+        self.compiled, self.constants = compile_kernel(x, out, strides, variant, self.weights, PROCESSORS)
         self.machine = PtxMachine(self.compiled.asm["ptx"])
 
     def play(self, monitor: NonFiniteMonitor) -> None:
@@ -70,16 +70,15 @@ class Quantizer:
         arguments = (*(t.data_ptr() for t in buffers), monitor.note(self.x.shape), *self.constants)
         kinds = self.compiled.src.signature.values()
         given = [value for value, kind in zip(arguments, kinds, strict=True) if kind != "constexpr"]
-        mb, nb = grid_of(self.x.shape)
-        grid = (int(np.prod(self.x.shape[:-2])), mb, nb)
+        grid = grid_for(self.x, self.tuning, PROCESSORS)[::-1]
         for program in np.ndindex(grid):
             self.machine.run(program[::-1], grid[::-1], given, [*buffers, self.weights])
 
 
-def report(preset: str, shape_class: str, registers: int | None, *caches: str) -> dict[str, Any]:
+def report(preset: str, shape_class: str, registers: int | None, *rest: Any) -> dict[str, Any]:
     recipe = PRESETS[preset]
     shape = next(c for c in SHAPE_CLASSES if c.name == shape_class)
-    tuning = Tuning(registers, *caches)
+    tuning = Tuning(registers, *rest)
     kernel = Quantizer(recipe, shape.input(recipe.input_dtype, "cpu"), shape.output("cpu"), tuning)
     return machine_code(kernel.compiled) | {"differ": differences(kernel), "non_finite": non_finite(kernel)}
 

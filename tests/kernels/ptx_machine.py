@@ -59,6 +59,7 @@ class PtxMachine:
         touch. Returns the steps taken."""
         self._segments = [(t.untyped_storage().data_ptr(), _bytes_of(t)) for t in buffers]
         self._shared = np.zeros(1 << 18, dtype=np.uint8)
+        self._copies: list[tuple[np.ndarray, np.ndarray]] = []
         thread = np.arange(self.threads, dtype=np.uint32)
         self._registers: dict[str, np.ndarray] = {
             "%tid.x": thread,
@@ -137,6 +138,12 @@ class PtxMachine:
         name, kind = parts[0], parts[-1]
         if name in ("ld", "st", "atom"):
             self._memory(parts, operands, active)
+        elif name == "cp" or name == "prefetch":
+            self._ahead(parts, operands, active)
+        elif name == "stmatrix":
+            self._store_matrix(operands, active)
+        elif name == "redux":
+            self._set(operands[0], self._reduce(parts[2], self._get(operands[1], kind)), active)
         elif name == "mma":
             self._mma(operands, active)
         elif name == "setp":
@@ -231,6 +238,46 @@ class PtxMachine:
             value = product[warp, group + 8 * (i // 2), 2 * member + i % 2] + c[:, i]
             self._set(register, value.astype(np.int32), active)
 
+    def _ahead(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
+        """Copies into shared memory, which arrive with the next wait and leave other bytes there until then, and
+        prefetches, whose addresses must lie in a buffer."""
+        if "commit_group" in parts:
+            return
+        if "wait_group" in parts:
+            assert operands == ["0"]
+            for target, values in self._copies:
+                self._shared[target] = values
+            self._copies.clear()
+            return
+        if "prefetch" in parts:
+            address = self._get(operands[0].strip("[] "), "u64")[active]
+            size = self._get(operands[1], "u32")[active] if len(operands) > 1 else np.ones(len(address), np.uint32)
+            self._find("global", np.stack([address, address + size - 1]), 1)
+            return
+        assert parts[:2] == ["cp", "async"]
+        assert set(operands[2:]) == {"0x10"}
+        memory, start = self._find("global", self._address(operands[1])[active], 16)
+        target = self._address(operands[0])[active].astype(np.int64)[:, None] + np.arange(16)
+        self._shared[target] = 0xEE
+        self._copies.append((target, memory[start[:, None] + np.arange(16)]))
+
+    def _store_matrix(self, operands: list[str], active: np.ndarray) -> None:
+        """stmatrix x1: lane 4 r + i of a warp holds bytes 4 i to 4 i + 3 of row r, whose address lane r gives."""
+        assert active.all()
+        thread = np.arange(self.threads)
+        row = self._address(operands[0])[thread // 32 * 32 + thread % 32 // 4].astype(np.int64)
+        place = (row + thread % 4 * 4)[:, None] + np.arange(4)
+        self._shared[place] = self._get(operands[1].strip("{} "), "u32").view(np.uint8).reshape(-1, 4)
+
+    def _reduce(self, operation: str, values: np.ndarray) -> np.ndarray:
+        warps = values.reshape(-1, 32)
+        reduced = {"max": warps.max(1), "add": warps.sum(1, dtype=values.dtype)}[operation]
+        return np.repeat(reduced, 32)
+
+    def _address(self, operand: str) -> np.ndarray:
+        base, _, offset = operand.strip("[] ").partition("+")
+        return self._get(base.strip(), "u64") + np.uint64(int(offset or "0"))
+
     def _memory(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
         size = int(re.sub(r"\D", "", parts[-1])) // 8
         if parts[1] == "param":
@@ -241,8 +288,7 @@ class PtxMachine:
             )
             return
         place = operands[0] if parts[0] == "st" else operands[1]
-        base, _, offset = place.strip("[] ").partition("+")
-        address = self._get(base.strip(), "u64") + np.uint64(int(offset or "0"))
+        address = self._address(place)
         values = operands[1] if parts[0] == "st" else operands[0]
         registers = _split(values.strip("{} ")) if values.startswith("{") else [values]
         if parts[0] == "atom":

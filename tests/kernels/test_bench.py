@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from weftpub_kernels.bench import environment, quantize, verify
+from weftpub_kernels.bench import environment, quantize, tune, verify
 
 
 def test_the_specs_are_those_of_the_targets() -> None:
@@ -30,7 +30,7 @@ def test_the_torch_contender_makes_our_bytes() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU they would run")
-@pytest.mark.parametrize("program", [quantize, verify])
+@pytest.mark.parametrize("program", [quantize, tune, verify])
 def test_without_a_gpu_they_say_so(program: object, capsys: pytest.CaptureFixture[str]) -> None:
     assert program.main([]) == 2  # type: ignore[attr-defined]
     assert "no CUDA GPU" in capsys.readouterr().err
@@ -41,3 +41,34 @@ def test_results_are_written_as_json(tmp_path: Path) -> None:
     environment.write(None, {})
     assert json.loads((tmp_path / "out.json").read_text()) == {"rows": [1]}
     assert environment._ask("no-such-program") == "unknown"
+
+
+def test_the_tuner_gives_every_run_a_turn_in_every_round() -> None:
+    turns: list[str] = []
+
+    def turn(run: object) -> float:
+        assert callable(run)
+        turns.append(run())
+        return float(len(turns))
+
+    times = tune.interleave({name: lambda name=name: name for name in "abc"}, turn, seconds=0.0)
+    assert turns[:3] == list("abc")  # not counted
+    rounds = [turns[i : i + 3] for i in range(3, len(turns), 3)]
+    assert [sorted(names) for names in rounds] == [list("abc")] * 5
+    assert len({names[0] for names in rounds}) == 3
+    assert times["a"] == [float(3 * i + 4 + names.index("a")) for i, names in enumerate(rounds)]
+
+
+def test_the_tuner_passes_over_what_was_wrong() -> None:
+    quick, right = tune.CANDIDATES["pipelines"][:2]
+    rows = [
+        {"programs_per_processor": 13.6, "to_copy": {tune.label(quick): 0.9, tune.label(right): 1.1}, "faults": faults}
+        for faults in ({}, {tune.label(quick): "4 bytes of wt are wrong"})
+    ]
+    assert tune.best_rows(rows[:1], [quick, right]) == [(32.0, quick)]
+    assert tune.best_rows(rows, [quick, right]) == [(32.0, right)]
+
+
+def test_candidates_have_names_of_their_own() -> None:
+    for group in tune.CANDIDATES.values():
+        assert len({tune.label(candidate) for candidate in group}) == len(group)

@@ -2,6 +2,7 @@
 guards it."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -190,7 +191,7 @@ def test_noise_in_approximate_codes_refuses_to_run(monkeypatch: pytest.MonkeyPat
         quantize_pair(torch.ones(128, 128, device="cuda"), fresh("slime"))
 
 
-@pytest.mark.parametrize("tuning", CANDIDATES, ids=str)
+@pytest.mark.parametrize("tuning", itertools.chain(*CANDIDATES.values()), ids=str)
 def test_no_byte_depends_on_the_tuning(tuning: Tuning) -> None:
     from weftpub_kernels.launch import launch
 

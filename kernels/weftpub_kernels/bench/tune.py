@@ -1,117 +1,235 @@
 """Which tuning of the quantizer is fastest on this GPU, per class of launch (tuning.py).
 
-    python -m weftpub_kernels.bench.tune --out tune.json [--write]
+    python -m weftpub_kernels.bench.tune --out tune.json [--candidates pipelines] [--write]
 
-Every tuning's bytes are compared with those of the present rows, then it is timed on the specs of quantize.py, in
-rounds, beside TransformerEngine and a device copy. For each class of programs per multiprocessor the one with the best
-mean over its specs is printed; ``--write`` puts these rows into tuning.py of this very tree.
+Every tuning's bytes are compared with those of the present rows, before and after it was timed, and it must find a NaN;
+one that does not is named and left out. All are timed on the specs of quantize.py beside TransformerEngine and a device
+copy: a few launches each in turn, round after round, in another order each time, so that a drifting clock touches all
+alike. Every launch finds a cold cache, as with ``do_bench``. A ratio is the median over rounds of the ratio within a
+round. For each class of programs per multiprocessor the candidate with the best mean over its specs is printed;
+``--write`` puts these rows into tuning.py of this very tree.
 """
 
 import argparse
+import dataclasses
 import itertools
 import math
 import re
 import statistics
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from triton.testing import do_bench
+from triton.errors import TritonError
+from triton.runtime import driver
 
 from .. import tuning
 from ..entry import quantize_into
+from ..errors import NonFiniteError
 from ..launch import launch
 from ..nonfinite import NonFiniteMonitor
 from ..pair import QuantizedPair
 from ..recipe import BLOCK, PRESETS
 from ..tuning import Tuning
 from .environment import describe, write
-from .quantize import LAYERS, MATRICES, Spec, transformer_engine
+from .quantize import LAYERS, MATRICES, Spec, _check, transformer_engine
 
-__all__ = ["CANDIDATES", "main"]
+__all__ = ["CANDIDATES", "best_rows", "interleave", "label", "main"]
 
 _LOADS = (("", ""), (".cg", ""), ("", "evict_first"))
 _STORES = (("", ""), (".cs", ""), ("", "evict_first"))
-CANDIDATES = (
-    *(Tuning(None, *load, *store) for load in _LOADS for store in _STORES),
-    *(Tuning(80, *load, *store) for load in _LOADS for store in _STORES[:2]),
-)
+_CS, _EF = {"store_cache": ".cs"}, {"store_evict": "evict_first"}
+_FAST: dict[str, Any] = {"exchange": True, "apart": "W"}
+CANDIDATES: dict[str, tuple[Tuning, ...]] = {
+    "caches": (
+        *(Tuning(None, *load, *store) for load in _LOADS for store in _STORES),
+        *(Tuning(80, *load, *store) for load in _LOADS for store in _STORES[:2]),
+    ),
+    "pipelines": (
+        Tuning(None, **_CS),
+        Tuning(None, **_EF),
+        Tuning(80, load_evict="evict_first", **_CS),
+        Tuning(None, **_CS, exchange=True),
+        Tuning(None, **_CS, **_FAST),
+        Tuning(None, **_EF, **_FAST),
+        Tuning(None, **_CS, exchange=True, apart="W^T"),
+        Tuning(80, **_CS, **_FAST),
+        Tuning(80, load_evict="evict_first", **_CS, **_FAST),
+        Tuning(None, **_CS, ahead="late 128"),
+        Tuning(None, **_CS, exchange=True, ahead="late 128"),
+        Tuning(None, **_CS, **_FAST, ahead="128"),
+        Tuning(None, **_EF, **_FAST, ahead="128"),
+        Tuning(None, **_CS, **_FAST, ahead="128", resident=4),
+        Tuning(None, **_CS, **_FAST, ahead="late 32"),
+        Tuning(None, **_CS, **_FAST, ahead="bulk"),
+        Tuning(None, **_CS, **_FAST, ahead="late bulk"),
+        Tuning(80, **_CS, **_FAST, ahead="late 128", resident=3),
+        Tuning(None, load_cache="256B", **_CS, **_FAST),
+        Tuning(80, load_cache="256B", **_CS, **_FAST, ahead="late 128", resident=3),
+        Tuning(128, **_CS, **_FAST, ahead="stay"),
+        Tuning(128, **_EF, **_FAST, ahead="stay"),
+    ),
+}
+"""Sets of candidates; the first set is about caches, the second about what overlaps with what."""
+
 _CLASSES = (1.0, 2.0, 3.0, 32.0, math.inf)
-_ROUNDS = 3
+_REPEATS = 6  # launches in a turn, of which the first is not counted
 
 
-def measure(spec: Spec, milliseconds: int) -> dict[str, Any]:
-    """Median microseconds of every candidate, of TransformerEngine (single matrices) and of a copy of as many bytes."""
+def label(candidate: Tuning) -> str:
+    """The fields that differ from the defaults."""
+    named = ((field.name, getattr(candidate, field.name), field.default) for field in dataclasses.fields(candidate))
+    return " ".join(f"{name}={value}" for name, value, default in named if value != default) or "defaults"
+
+
+def measure(spec: Spec, candidates: Sequence[Tuning], seconds: float) -> dict[str, Any]:
+    """Microseconds of every candidate, of TransformerEngine (single matrices) and of a copy of as many bytes."""
     x = torch.randn(spec.experts, spec.rows, spec.columns, device="cuda") * 0.02
     source = torch.empty(spec.bytes // 2, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    want = QuantizedPair.empty(x.shape, "cuda", sums=True)
+    want, out = (QuantizedPair.empty(x.shape, "cuda", sums=True) for _ in range(2))
     quantize_into(x, want)
+    _check(x, want)
     runs: dict[str, Callable[[], Any]] = {"copy": lambda: target.copy_(source)}
-    for candidate in CANDIDATES:
-        runs[repr(candidate)] = _runner(candidate, x, want)
     if spec in MATRICES:
         theirs = transformer_engine(x[0], want)
         if theirs is not None:
             runs["transformer_engine"] = theirs
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(_ROUNDS):
-        for name, run in runs.items():
-            times[name].append(do_bench(run, warmup=5, rep=milliseconds, return_mode="median") * 1e3)
+    faults: dict[str, str] = {}
+    for candidate in candidates:
+        fault = _fault(candidate, x, out, want)
+        if fault:
+            faults[label(candidate)] = fault
+        else:
+            runs[label(candidate)] = _runner(candidate, x, out)
+    rounds = interleave(runs, _time_turn, seconds)
+    for candidate in candidates:
+        fault = _fault(candidate, x, out, want)
+        if fault:
+            faults[label(candidate)] = fault
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count
     programs = spec.experts * math.ceil(spec.rows / BLOCK) * math.ceil(spec.columns / BLOCK)
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    return {"spec": spec.name, "programs_per_processor": programs / processors, "us": medians}
+    row: dict[str, Any] = {"spec": spec.name, "programs_per_processor": programs / processors}
+    row |= {"rounds": len(rounds["copy"]), "faults": faults}
+    row["us"] = {name: statistics.median(values) for name, values in rounds.items()}
+    for base in ("copy", "transformer_engine"):
+        if base in rounds:
+            row[f"to_{base}"] = {
+                name: statistics.median(a / b for a, b in zip(values, rounds[base], strict=True))
+                for name, values in rounds.items()
+            }
+    return row
 
 
-def _runner(candidate: Tuning, x: torch.Tensor, want: QuantizedPair) -> Callable[[], None]:
-    """A launch of ``x`` with this tuning, after its bytes were found to be those of ``want``."""
-    out, monitor = QuantizedPair.empty(x.shape, "cuda", sums=True), NonFiniteMonitor("cuda")
+def interleave(
+    runs: dict[str, Callable[[], Any]], turn: Callable[[Callable[[], Any]], float], seconds: float
+) -> dict[str, list[float]]:
+    """``turn`` of every run, round after round until ``seconds`` are over and five rounds done; each round starts one
+    run further on."""
+    names = list(runs)
+    for run in runs.values():
+        turn(run)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    end = time.monotonic() + seconds
+    for number in itertools.count():
+        if number >= 5 and time.monotonic() > end:
+            return times
+        start = number * 5 % len(names)
+        for name in names[start:] + names[:start]:
+            times[name].append(turn(runs[name]))
+    raise AssertionError("counting does not end")
 
-    def run() -> None:
+
+def _time_turn(run: Callable[[], Any]) -> float:
+    """Median microseconds of a few launches, each after the L2 cache was overwritten."""
+    cache = driver.active.get_empty_cache_for_benchmark()
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(_REPEATS)]
+    for start, end in events:
+        driver.active.clear_cache(cache)
+        start.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in events[1:]) * 1e3
+
+
+def _runner(candidate: Tuning, x: torch.Tensor, out: QuantizedPair) -> Callable[[], None]:
+    monitor = NonFiniteMonitor("cuda")
+    return lambda: launch(x, out, PRESETS["te_fp32"], monitor, None, candidate)
+
+
+def _fault(candidate: Tuning, x: torch.Tensor, out: QuantizedPair, want: QuantizedPair) -> str | None:
+    """What is wrong with a candidate: it must write the bytes of ``want`` over others, and find a NaN in the last
+    block."""
+    for tensor in out.present().values():
+        tensor.view(torch.uint8).fill_(0xEE)
+    monitor = NonFiniteMonitor("cuda")
+    try:
         launch(x, out, PRESETS["te_fp32"], monitor, None, candidate)
-
-    run()
-    monitor.raise_if_set()
+        monitor.raise_if_set()
+    except (NonFiniteError, RuntimeError, TritonError) as error:
+        return f"{type(error).__name__}: {error}"
     for name, tensor in out.present().items():
-        if not torch.equal(tensor.view(torch.uint8), want.present()[name].view(torch.uint8)):
-            raise AssertionError(f"{name} of {list(x.shape)} is wrong with {candidate}; there is nothing to measure")
-    return run
+        wrong = int((tensor.view(torch.uint8) != want.present()[name].view(torch.uint8)).sum())
+        if wrong:
+            return f"{wrong} bytes of {name} are wrong"
+    kept = x[-1, -1, -1].item()
+    x[-1, -1, -1] = math.nan
+    launch(x, out, PRESETS["te_fp32"], monitor, None, candidate)
+    x[-1, -1, -1] = kept
+    try:
+        monitor.raise_if_set()
+    except NonFiniteError as error:
+        found = (error.row, error.column)
+        return None if found == (x.shape[-2] - 1, x.shape[-1] - 1) else f"the NaN was found at {found}"
+    return "the NaN was not found"
 
 
-def best_rows(measured: list[dict[str, Any]]) -> list[tuple[float, Tuning]]:
-    """The candidate with the best geometric mean of time over copy time, per class that has specs."""
+def best_rows(measured: list[dict[str, Any]], candidates: Sequence[Tuning]) -> list[tuple[float, Tuning]]:
+    """The candidate with the best geometric mean of time over copy time, per class that has specs; none with a fault
+    anywhere."""
+    wrong = {name for row in measured for name in row["faults"]}
+    candidates = [candidate for candidate in candidates if label(candidate) not in wrong]
     rows: list[tuple[float, Tuning]] = []
     for least, most in itertools.pairwise((0.0, *_CLASSES)):
         specs = [row for row in measured if least < row["programs_per_processor"] <= most]
         if specs:
             cost = {
-                candidate: sum(math.log(row["us"][repr(candidate)] / row["us"]["copy"]) for row in specs)
-                for candidate in CANDIDATES
+                candidate: sum(math.log(row["to_copy"][label(candidate)]) for row in specs) for candidate in candidates
             }
             rows.append((most, min(cost, key=cost.__getitem__)))
     return rows
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure and print; 0 unless there is no GPU."""
+    """Measure and print; 0 unless there is no GPU or a candidate was wrong."""
     parser = argparse.ArgumentParser(prog="python -m weftpub_kernels.bench.tune", description="Tunes the quantizer.")
-    parser.add_argument("--out", type=Path, help="write the times as JSON to this file")
+    parser.add_argument("--out", type=Path, help="write the times as JSON to this file, after each spec")
     parser.add_argument("--write", action="store_true", help="write the best rows into tuning.py")
-    parser.add_argument("--milliseconds", type=int, default=40, help="time per candidate and round")
+    parser.add_argument("--candidates", choices=[*CANDIDATES], default="caches", help="what to compare")
+    parser.add_argument("--seconds", type=float, default=2.0, help="time for each spec")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("no CUDA GPU: run this where the kernels run", file=sys.stderr)
         return 2
-    measured = []
-    for spec in (*MATRICES, *LAYERS):
-        measured.append(measure(spec, options.milliseconds))
-        print(f"{spec.name} ({measured[-1]['programs_per_processor']:.2f} programs per multiprocessor)")
-        for name, us in sorted(measured[-1]["us"].items(), key=lambda item: item[1]):
-            print(f"  {us:8.2f} us  {name}", flush=True)
-    rows = best_rows(measured)
+    candidates = CANDIDATES[options.candidates]
+    document: dict[str, Any] = {"environment": describe(), "rows": []}
+    began = time.monotonic()
+    for spec in (*MATRICES[::-1], *LAYERS):
+        row = measure(spec, candidates, options.seconds)
+        document["rows"].append(row)
+        write(options.out, document)
+        took = time.monotonic() - began
+        print(f"{spec.name}, {row['programs_per_processor']:.2f} programs per multiprocessor, at {took:.0f} s")
+        for name, us in sorted(row["us"].items(), key=lambda item: item[1]):
+            ratios = " ".join(f"{row[key][name]:.4f} {key}" for key in row if key.startswith("to_"))
+            print(f"  {us:8.2f} us  {ratios}  {name}", flush=True)
+        for name, fault in row["faults"].items():
+            print(f"  WRONG  {name}: {fault}", flush=True)
+    rows = best_rows(document["rows"], candidates)
     text = "".join(f"    ({'float("inf")' if math.isinf(most) else most}, {row!r}),\n" for most, row in rows)
     print(text)
     if options.write:
@@ -120,8 +238,8 @@ def main(arguments: list[str] | None = None) -> int:
         path.write_text(
             re.sub(r"(?s)(= \[\n)    \(.*?(\]\n)", lambda m: m[1] + text.replace("'", '"') + m[2], source, count=1)
         )
-    write(options.out, {"environment": describe(), "rows": measured, "best": text})
-    return 0
+    write(options.out, document | {"best": text})
+    return 1 if any(row["faults"] for row in document["rows"]) else 0
 
 
 if __name__ == "__main__":
