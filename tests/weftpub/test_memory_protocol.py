@@ -272,7 +272,8 @@ def test_a_death_in_the_middle_of_a_header_change_leaves_the_one_before(memory: 
     number, _ = memory._header._newest()
     start = header_module._COPIES + (number + 1) % 2 * header_module._COPY_BYTES
     before = memory.standing()
-    target[start + 16 : start + 48] = b"x" * 32  # half of the next change, which the other copy's checksum disowns
+    target[start + 16 : start + 48] = b"x" * 32  # half of the next change, and a head that has no right checksum yet
+    header_module._COPY.pack_into(target, start, number + 1, 32, 0)
     assert memory.standing() == before
     memory.stop_serving()
     assert memory.standing().serving == ()
