@@ -135,7 +135,21 @@ def test_the_record_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatc
     monkeypatch.setattr(os, "fsync", lambda fd: (order.append("fsync"), fsync(fd))[1])
     monkeypatch.setattr(os, "replace", lambda a, b: (order.append("rename"), replace(a, b))[1])
     record().write(tmp_path / "commit.json")
-    assert order == ["fsync", "rename", "fsync"]
+    assert order == ["fsync", "fsync", "rename", "fsync"]
+
+
+def test_a_staged_record_counts_once_it_is_committed(tmp_path: Path) -> None:
+    path = tmp_path / "commit.json"
+    record(5).write(path)
+    dropped, staged = record(6).stage(path), record(7).stage(path)
+    assert CommitRecord.read(path) == record(5)
+    dropped.close()
+    dropped.close()
+    staged.commit()
+    assert CommitRecord.read(path) == record(7)
+    staged.close()
+    assert CommitRecord.read(path) == record(7)
+    assert os.listdir(tmp_path) == ["commit.json"]
 
 
 @pytest.mark.parametrize("text", ["", "{}", json.dumps({"run_id": "r", "version": -1, "digest": "x", "engines": []})])

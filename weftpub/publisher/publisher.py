@@ -27,6 +27,7 @@ from weftpub.publisher.coordinator import Coordinator, FailurePolicy
 from weftpub.publisher.evidence import assemble, check_replicas, compare_sha256
 from weftpub.publisher.groups import RankGroup, SoloGroup
 from weftpub.publisher.peers import Peer, PeerLink, exchange
+from weftpub.publisher.record import RecordKeeper
 from weftpub.publisher.recover import finish_commit
 from weftpub.publisher.report import PhaseClock, PublishReport, RecoveryReport
 from weftpub.publisher.sender import Sender, new_nonce
@@ -91,6 +92,7 @@ class Publisher:
         self._coordinator: Coordinator | None = None
         self._sender = Sender(self._group.rank, run_id, transport, self._deadlines, max_staging_bytes, self._here)
         self._tables: tuple[str, dict[int, PieceTable]] | None = None
+        self._records = RecordKeeper(commit_path)
         self._rounds = 0
         self._closed = False
 
@@ -203,6 +205,7 @@ class Publisher:
         told = [link for link in self._links.values() if link.greeted and not link.ended]
         exchange({link: (m.Bye, {}) for link in told}, "bye", min(5.0, self._deadlines.hello))
         self._sender.close()
+        self._records.close()
         for link in self._links.values():
             link.close()
         self._context.term()
@@ -265,6 +268,7 @@ class Publisher:
             coordinator = self._lead_links()
             with clock.phase("begin"):
                 coordinator.begin(manifest, allow_rollback=allow_rollback)
+            self._records.prepare(self._record_of(coordinator, manifest))
             return {"nonce": manifest.nonce, "failed": list(coordinator.failed)}
 
         announced = self._agree("announce", work, conclude, self._deadlines.begin)
@@ -293,9 +297,10 @@ class Publisher:
                 served = coordinator.verify(manifest, sha256=sha256)
             tables = self._piece_tables(plan)
             digests = compare_sha256(tables, served, [value["sha256"] for value in values]) if sha256 else {}
-            with clock.phase("commit"):
+            with clock.phase("record"):
                 self._record(coordinator, manifest)
-                progress.committed = True
+            progress.committed = True
+            with clock.phase("commit"):
                 coordinator.commit(manifest.version, manifest.digest)
             if resume:
                 with clock.phase("resume"):
@@ -351,19 +356,22 @@ class Publisher:
 
     def _record(self, coordinator: Coordinator, manifest: Manifest) -> None:
         """The commit point."""
-        engines = sorted({link.engine for link in coordinator.alive})
-        record = CommitRecord(run_id=self._run_id, version=manifest.version, digest=manifest.digest, engines=engines)
         try:
-            record.write(self._commit_path)
+            self._records.commit(self._record_of(coordinator, manifest))
         except OSError as error:
             raise CheckpointError(
                 f"{self._commit_path}: the commit record cannot be written ({error}); version {manifest.version} is "
                 "not committed"
             ) from error
 
+    def _record_of(self, coordinator: Coordinator, manifest: Manifest) -> CommitRecord:
+        engines = sorted({link.engine for link in coordinator.alive})
+        return CommitRecord(run_id=self._run_id, version=manifest.version, digest=manifest.digest, engines=engines)
+
     def _after_failure(self, error: BaseException, version: int, progress: "_Progress") -> None:
         """Abort on every receiver, unless the version is committed; say in notes where things stand."""
         coordinator = self._coordinator
+        self._records.discard()
         if coordinator is None:
             return
         if progress.committed:

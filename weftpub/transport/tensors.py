@@ -15,7 +15,6 @@ import torch
 from weftpub.errors import PlanError
 from weftpub.plan import ViewSpec, torch_dtype
 from weftpub.plan.boxes import Index
-from weftpub_kernels.pair import has_storage
 
 __all__ = [
     "FlatTensors",
@@ -133,6 +132,7 @@ class FlatTensors:
     def __init__(self, tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
         self._bytes: dict[str, torch.Tensor] = {}
+        self._reaches: dict[str, int] = {}
         self._places: dict[tuple[str, ...], Places] = {}
         for name in names:
             tensor = tensors.get(name)
@@ -145,7 +145,9 @@ class FlatTensors:
                     f"{name}: {tensor.dtype} {list(tensor.shape)} is {tensor.layout} on {tensor.device}; expected a "
                     "dense tensor on a CPU or GPU"
                 )
-            if not has_storage(tensor):
+            reach = self._reaches[name] = _reach(tensor)
+            storage = tensor.untyped_storage()
+            if reach and tensor.storage_offset() * tensor.element_size() + reach > storage.nbytes():
                 # torch would quietly put new memory of undefined content behind it.
                 raise PlanError(
                     f"{name}: {tensor.dtype} {list(tensor.shape)} has no memory behind it, it was released; "
@@ -172,7 +174,7 @@ class FlatTensors:
         if names not in self._places:
             self._places[names] = Places(
                 np.array([self.pointers[name] for name in names], dtype=np.int64),
-                np.array([self._reach(self._tensors[name]) for name in names], dtype=np.int64),
+                np.array([self._reaches[name] for name in names], dtype=np.int64),
                 tuple(self._tensors[name].device for name in names),
             )
         return self._places[names]
@@ -202,14 +204,14 @@ class FlatTensors:
             tensor = self._tensors[name]
             start = tensor.storage_offset() * tensor.element_size()
             flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-            flat.set_(tensor.untyped_storage(), start, (self._reach(tensor),), (1,))
+            flat.set_(tensor.untyped_storage(), start, (self._reaches[name],), (1,))
             self._bytes[name] = flat
         return flat
 
-    @staticmethod
-    def _reach(tensor: torch.Tensor) -> int:
-        """Bytes from a tensor's first element to the end of its last."""
-        if not tensor.numel():
-            return 0
-        last = sum((n - 1) * k for n, k in zip(tensor.shape, tensor.stride(), strict=True))
-        return (last + 1) * tensor.element_size()
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return tensor.nbytes
+    last = sum((n - 1) * k for n, k in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()

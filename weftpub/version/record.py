@@ -2,7 +2,8 @@
 before any rank is told.
 
 A crash leaves either the old record or the new one, never half of one: the text goes to a temporary file in the same
-folder, is fsynced, renamed over the record, and the folder is fsynced too.
+folder, is fsynced, renamed over the record, and the folder is fsynced too. Only the last two steps are the commit; the
+others can be done while ranks still receive (`CommitRecord.stage`).
 """
 
 import errno
@@ -14,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from weftpub.errors import StateError
 
-__all__ = ["CommitRecord"]
+__all__ = ["CommitRecord", "StagedRecord"]
 
 
 class CommitRecord(BaseModel):
@@ -36,6 +37,14 @@ class CommitRecord(BaseModel):
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Replace the record at `path`; on return it is on disk. OSError leaves the old record as it was."""
+        staged = self.stage(path)
+        try:
+            staged.commit()
+        finally:
+            staged.close()
+
+    def stage(self, path: str | os.PathLike[str]) -> "StagedRecord":
+        """Put this record on disk beside `path`, where it is no record yet. OSError if that is impossible."""
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
@@ -44,15 +53,10 @@ class CommitRecord(BaseModel):
                 file.write(self.model_dump_json().encode())
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(temporary, target)
+            return StagedRecord(self, target, Path(temporary))
         except OSError:
             Path(temporary).unlink(missing_ok=True)
             raise
-        folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
     @staticmethod
     def require_writable(path: str | os.PathLike[str]) -> None:
@@ -82,3 +86,39 @@ class CommitRecord(BaseModel):
             raise StateError(
                 f"{path}: not a commit record ({error.error_count()} faults); remove the file and publish in full"
             ) from None
+
+
+class StagedRecord:
+    """A record that is on disk under another name, ready to become the record. Made by `CommitRecord.stage`.
+
+    The old record's file is held open until `close`: a file system frees a replaced file's blocks with the last handle,
+    and on some disks that takes longer than the commit.
+    """
+
+    def __init__(self, record: CommitRecord, target: Path, temporary: Path) -> None:
+        self.record = record
+        self._target = target
+        self._temporary = temporary
+        self._folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
+        self._old: int | None = None
+        try:
+            os.fsync(self._folder)  # what the folder owes the disk already is not part of the commit
+            self._old = os.open(target, os.O_RDONLY)
+        except FileNotFoundError:
+            pass
+        except OSError:
+            os.close(self._folder)
+            raise
+
+    def commit(self) -> None:
+        """The commit point: on return the record is on disk under its name. OSError leaves the old one as it was."""
+        os.replace(self._temporary, self._target)
+        os.fsync(self._folder)
+
+    def close(self) -> None:
+        """Let go of everything; what was not committed disappears. May be called twice."""
+        self._temporary.unlink(missing_ok=True)
+        for handle in (self._folder, self._old):
+            if handle is not None and handle >= 0:
+                os.close(handle)
+        self._folder, self._old = -1, None
