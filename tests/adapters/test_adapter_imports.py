@@ -15,6 +15,7 @@ ROOT = Path(weftpub_adapters.__file__).parent
 OWN = {
     "awex": {"awex"},
     "bridge": {"megatron"},
+    "doctor": set(),
     "megatron": {"megatron"},
     "safetensors": set(),
     "sglang": {"sglang"},
@@ -24,6 +25,8 @@ FOREIGN = {"transformers", "vllm"}.union(*OWN.values())
 SOURCES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT or path.name != "__init__.py")
 # Adapters that build on another one; every other pair keeps apart.
 BUILDS_ON = {("bridge", "megatron"), ("megatron", "te")}
+# The doctor asks each of the others which release it accepts.
+BUILDS_ON |= {("doctor", adapter) for adapter in ("awex", "megatron", "sglang", "te")}
 
 
 def adapter_of(path: Path) -> str:
