@@ -2,6 +2,6 @@
 
 from weftmoe.reward.exact import exact_reward
 from weftmoe.reward.pool import RewardPool, Verdict
-from weftmoe.reward.rules import Rewarder, RewardJob, rule_of
+from weftmoe.reward.rules import Rewarder, RewardJob
 
-__all__ = ["RewardJob", "RewardPool", "Rewarder", "Verdict", "exact_reward", "rule_of"]
+__all__ = ["RewardJob", "RewardPool", "Rewarder", "Verdict", "exact_reward"]

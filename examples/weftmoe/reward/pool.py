@@ -42,18 +42,21 @@ class RewardPool:
 
     Args:
         workers: how many.
-        seconds: that a comparison may take; the process is ended a little later.
+        seconds: that reading the truth, reading the answer, and comparing may take each; the process is ended a little
+            later.
         memory_mib: address space of a worker.
         command: what a worker runs; for tests.
     """
 
     def __init__(
-        self, workers: int, *, seconds: int = 5, memory_mib: int = 4096, command: Sequence[str] | None = None
+        self, workers: int, *, seconds: float = 10.0, memory_mib: int = 4096, command: Sequence[str] | None = None
     ) -> None:
-        if workers < 1 or seconds < 1:
-            raise ConfigError(f"reward pool: {workers} workers, {seconds} s; at least one of each is needed")
-        self._seconds = seconds
-        module = [sys.executable, "-m", "weftmoe.reward.worker", str(memory_mib), str(seconds)]
+        if workers < 1 or seconds <= 0:
+            raise ConfigError(
+                f"reward pool: {workers} workers, {seconds} s; at least one worker and some time are needed"
+            )
+        self._seconds = max(1, round(seconds))  # math-verify counts whole seconds
+        module = [sys.executable, "-m", "weftmoe.reward.worker", str(memory_mib), str(self._seconds)]
         self._command = list(command) if command is not None else module
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
         self._idle: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()

@@ -1,15 +1,14 @@
-"""Which rule judges which question, and the one call that a step makes."""
+"""The one call by which a step judges its completions, by either rule."""
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
 
-from weftmoe.data.arithmetic import ARITHMETIC
 from weftmoe.reward.exact import exact_reward
 from weftmoe.reward.pool import RewardPool, Verdict
 
-__all__ = ["RewardJob", "Rewarder", "rule_of"]
+__all__ = ["RewardJob", "Rewarder"]
 
 Rule = Literal["exact", "math"]
 
@@ -23,11 +22,6 @@ class RewardJob:
     rule: Rule
 
 
-def rule_of(source: str) -> Rule:
-    """The rule for a `data_source`: generated arithmetic is compared exactly, everything else is mathematics."""
-    return "exact" if source == ARITHMETIC else "math"
-
-
 class Rewarder:
     """Judges completions. Worker processes start when the first mathematical answer comes.
 
@@ -35,7 +29,7 @@ class Rewarder:
         workers, seconds: of the pool.
     """
 
-    def __init__(self, *, workers: int = 8, seconds: int = 5) -> None:
+    def __init__(self, *, workers: int = 8, seconds: float = 10.0) -> None:
         self._workers, self._seconds = workers, seconds
         self._pool: RewardPool | None = None
 

@@ -1,5 +1,4 @@
-"""Engines that sample completions, behind one interface: SGLang itself, or a sampler in torch over SGLang's real layers.
-"""
+"""Engines that sample completions, behind one interface: SGLang itself, or a torch sampler over SGLang's real layers."""
 
 from weftmoe.rollout.base import Published, Request, Rollout, Sample, Span
 

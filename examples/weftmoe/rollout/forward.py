@@ -160,9 +160,7 @@ class Decoder:
         q, k = self._rms(q, layer.q_norm), self._rms(k, layer.k_norm)
         return _rotate(q, cosine, sine), _rotate(k, cosine, sine), v
 
-    def _attend(
-        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor
-    ) -> torch.Tensor:
+    def _attend(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
         share = self._heads // self._kv_heads
         keys, values = keys.repeat_interleave(share, 1), values.repeat_interleave(share, 1)
         scores = q @ keys.transpose(-1, -2) * self._dim**-0.5

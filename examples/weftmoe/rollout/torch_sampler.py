@@ -191,7 +191,9 @@ class TorchRollout:
 
         directory = self._settings.work / "native"
         directory.mkdir(parents=True, exist_ok=True)
-        save_file({name: tensor.contiguous().cpu() for name, tensor in sources.items()}, directory / "model.safetensors")
+        save_file(
+            {name: tensor.contiguous().cpu() for name, tensor in sources.items()}, directory / "model.safetensors"
+        )
         self._ask("load", self._settings.publish_s, directory=str(directory), version=version)
         status = self._ask("status", self._settings.publish_s)
         if status["poisoned"]:

@@ -1,4 +1,4 @@
-"""The torch sampler's process: `python -m weftmoe.rollout.worker`, SGLang's real model under the driver's remote control.
+"""The torch sampler's process (`python -m weftmoe.rollout.worker`): SGLang's real model under the driver's control.
 
 Weights come over weftpub's channel into the live parameters (or, for a baseline, from a checkpoint directory through
 SGLang's own loader); this process never sees the trainer's tensors. It knows no Megatron and no planner.

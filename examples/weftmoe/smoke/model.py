@@ -1,6 +1,6 @@
 """Makes the smoke's Qwen3-MoE: random weights, then supervised steps on the arithmetic until it is right now and then.
 
-GRPO can only raise a reward that is sometimes there, and has nothing to raise once it is always there: the warm-up stops
+GRPO can only raise a reward that is sometimes there, and has nothing to raise once it always is: the warm-up stops
 when the model's probability of a right answer, over the training problems, has reached `TARGET`. It runs in Hugging
 Face's own model, in FP32 with torch's AdamW, so that it is the same for every variant that is compared afterwards.
 """
@@ -110,9 +110,7 @@ def make_model(
     return warmup
 
 
-def _warm_up(
-    model: Any, tokenizer: Any, smoke: Smoke, seed: int, progress: Callable[[int, int], None]
-) -> Warmup:
+def _warm_up(model: Any, tokenizer: Any, smoke: Smoke, seed: int, progress: Callable[[int, int], None]) -> Warmup:
     problems = _encode(tokenizer, smoke, seed)
     draw = random.Random(f"{seed}/warm-up")
     optimizer = torch.optim.AdamW(model.parameters(), lr=smoke.warmup_lr, betas=(0.9, 0.98), weight_decay=0.01)

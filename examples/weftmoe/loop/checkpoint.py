@@ -1,0 +1,163 @@
+"""Checkpoints of a run: Megatron's distributed checkpoint of the trainer, and one file with everything else.
+
+    OUT/checkpoints/step-000020/trainer/      model, FP32 masters, optimizer state
+    OUT/checkpoints/step-000020/loop.json     step, version, data position, token counters, the settings that must agree
+
+A checkpoint is written beside its place and renamed when it is whole, so a killed run never leaves half of one under a
+name that is looked for. Random numbers need no state: every draw of a step comes from the run's seed, the step, and the
+prompt. The version that a checkpoint holds is its step's, and a resumed run publishes it first, before it samples.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weftmoe.loop.ranks import Ranks
+from weftmoe.loop.trainer import MegatronGrpo
+from weftmoe.telemetry.record import Counters
+from weftpub.errors import CheckpointError
+
+__all__ = ["LoopState", "delete_old", "latest", "load", "save"]
+
+_STATE = "loop.json"
+_TRAINER = "trainer"
+_PREFIX = "step-"
+
+
+@dataclass(frozen=True)
+class LoopState:
+    """Where the loop stands after a step.
+
+    Attributes:
+        step: finished steps; also the version that the trainer holds.
+        data: position of the prompt sampler.
+        total: token counters since step 1.
+        identity: settings that a resumed run must share: variant, optimizer, seed, model.
+    """
+
+    step: int
+    data: dict[str, int]
+    total: Counters
+    identity: dict[str, str]
+
+
+def latest(out: Path) -> Path | None:
+    """The newest whole checkpoint of a run, or None."""
+    folder = out / "checkpoints"
+    found = sorted(path for path in folder.glob(f"{_PREFIX}*") if (path / _STATE).is_file()) if folder.is_dir() else []
+    return found[-1] if found else None
+
+
+def read_state(path: Path) -> LoopState:
+    """The loop's part of a checkpoint; CheckpointError if it is damaged."""
+    try:
+        data = json.loads((path / _STATE).read_text(encoding="utf-8"))
+        return LoopState(data["step"], data["data"], Counters(**data["total"]), data["identity"])
+    except (OSError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path / _STATE} cannot be read: {error}; remove {path} to resume from an older one"
+        ) from None
+
+
+def save(out: Path, trainer: MegatronGrpo, state: LoopState, ranks: Ranks) -> Path:
+    """Write a checkpoint; collective. The trainer's memory must be loaded.
+
+    Raises:
+        CheckpointError: it could not be written; older checkpoints are untouched.
+    """
+    target = out / "checkpoints" / f"{_PREFIX}{state.step:06d}"
+    part = target.with_name(f".{target.name}.part")
+    if ranks.first:
+        shutil.rmtree(part, ignore_errors=True)
+        (part / _TRAINER).mkdir(parents=True)
+    ranks.barrier()
+    _save_trainer(trainer, part / _TRAINER)
+    ranks.barrier()
+    if ranks.first:
+        plain = {
+            "step": state.step,
+            "data": state.data,
+            "total": state.total.model_dump(),
+            "identity": state.identity,
+        }
+        with (part / _STATE).open("w", encoding="utf-8") as file:
+            json.dump(plain, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        if target.exists():  # of an earlier start that went further than the checkpoint which this one resumed
+            shutil.rmtree(target)
+        try:
+            part.rename(target)
+        except OSError as error:
+            raise CheckpointError(f"{target}: {error}; free space, and the next save will try again") from error
+    ranks.barrier()
+    return target
+
+
+def load(path: Path, trainer: MegatronGrpo, identity: dict[str, str]) -> LoopState:
+    """Read a checkpoint into the trainer; collective.
+
+    Raises:
+        CheckpointError: it is damaged, or of a run with other settings.
+    """
+    state = read_state(path)
+    if state.identity != identity:
+        wrong = {name: (state.identity.get(name), identity[name]) for name in identity}
+        differing = {name: pair for name, pair in wrong.items() if pair[0] != pair[1]}
+        raise CheckpointError(
+            f"{path} is of other settings: {differing} (saved, now); set them back, or start in another --out"
+        )
+    _load_trainer(trainer, path / _TRAINER)
+    return state
+
+
+def delete_old(out: Path, keep: int) -> None:
+    """Remove all checkpoints but the newest ones."""
+    whole = sorted(path for path in (out / "checkpoints").glob(f"{_PREFIX}*") if (path / _STATE).is_file())
+    for path in whole[:-keep]:
+        (path / _STATE).unlink()  # first: a half-removed one must not be found
+        shutil.rmtree(path)
+
+
+def _save_trainer(trainer: MegatronGrpo, path: Path) -> None:
+    from megatron.core import dist_checkpointing
+
+    if trainer.attachment.attached:
+        with trainer.attachment.saving():
+            dist_checkpointing.save(_sharded(trainer, loading=False), str(path))
+    else:
+        dist_checkpointing.save(_sharded(trainer, loading=False), str(path))
+
+
+def _load_trainer(trainer: MegatronGrpo, path: Path) -> None:
+    if trainer.attachment.attached:
+        with trainer.attachment.loading():
+            _read(trainer, path)
+    else:
+        _read(trainer, path)
+
+
+def _read(trainer: MegatronGrpo, path: Path) -> None:
+    from megatron.core import dist_checkpointing
+
+    state = dist_checkpointing.load(_sharded(trainer, loading=True), str(path))
+    trainer.model.module.load_state_dict(state["model"])
+    trainer.optimizer.load_state_dict(state["optimizer"])
+
+
+def _sharded(trainer: MegatronGrpo, *, loading: bool) -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    metadata = {
+        # Keeps its keys when the flat buffers are laid out otherwise, as an attached trainer's are.
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+        "singleton_local_shards": False,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    model = trainer.model.module.sharded_state_dict(metadata=metadata)
+    optimizer = trainer.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
+    return {"model": model, "optimizer": optimizer}

@@ -1,0 +1,160 @@
+"""Builds the Megatron-core model of a run: TransformerEngine's layers on GPUs, the local spec elsewhere."""
+
+from typing import Any
+
+import torch
+
+from weftmoe.schema import Settings
+from weftpub.errors import ConfigError
+from weftpub_adapters.megatron import Qwen3MoeFields
+from weftpub_demo import cpu_megatron
+
+__all__ = ["build_model", "initialize", "prepare_process"]
+
+
+def prepare_process(settings: Settings) -> torch.device:
+    """Before anything imports Megatron: choose the device, and let Megatron run without CUDA where there is none.
+
+    Raises:
+        ConfigError: the settings want a GPU and there is none.
+    """
+    if settings.cluster.gpus == 0 or not torch.cuda.is_available():
+        if settings.cluster.gpus:
+            raise ConfigError(
+                f"cluster.gpus={settings.cluster.gpus}, but torch finds no CUDA GPU; use the CPU smoke, or set "
+                "cluster.gpus=0 and rollout.engine=sampler"
+            )
+        if not torch.cuda.is_available():
+            cpu_megatron.install()
+        return torch.device("cpu")
+    if torch.distributed.is_torchelastic_launched():
+        import os
+
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def initialize(settings: Settings, device: torch.device) -> None:
+    """Megatron's process groups of this run's sizes; a process that no launcher started is a world of one."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    dist, train = torch.distributed, settings.train
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        if dist.is_torchelastic_launched():
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if dist.get_world_size() != settings.cluster.world:
+        raise ConfigError(
+            f"{dist.get_world_size()} ranks were started, cluster.nodes x cluster.gpus is {settings.cluster.world}; "
+            "start the run with run.sh, or make them agree"
+        )
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            train.tensor,
+            train.pipeline,
+            context_parallel_size=train.context,
+            expert_model_parallel_size=train.expert,
+            expert_tensor_parallel_size=train.expert_tensor,
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(settings.seed)
+
+
+def build_model(settings: Settings, fields: Qwen3MoeFields, device: torch.device) -> Any:
+    """Megatron's `Float16Module` around the GPTModel, BF16, memory not initialised.
+
+    Raises:
+        ConfigError: a parallel size that this loop does not drive.
+    """
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_layer_with_transformer_engine_spec,
+    )
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.module import Float16Module
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    for name in ("pipeline", "context", "expert_tensor"):
+        if getattr(settings.train, name) != 1:
+            raise ConfigError(f"train.{name}={getattr(settings.train, name)} is not driven by this loop; set it to 1")
+    config = TransformerConfig(**_architecture(fields), **_execution(settings, device))
+    grouped = settings.train.experts == "grouped"
+    if grouped:
+        spec = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=fields.experts, moe_grouped_gemm=True, qk_layernorm=True
+        )
+    else:
+        spec = get_gpt_layer_local_spec(
+            num_experts=fields.experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
+        )
+    model = GPTModel(
+        config,
+        spec,
+        vocab_size=fields.vocab,
+        max_sequence_length=fields.positions,
+        position_embedding_type="rope",
+        rotary_base=fields.rope_theta,
+        share_embeddings_and_output_weights=fields.tied,
+        parallel_output=True,
+    )
+    if device.type == "cuda":
+        model.cuda(torch.cuda.current_device())
+    return Float16Module(config, model)
+
+
+def _architecture(fields: Qwen3MoeFields) -> dict[str, Any]:
+    """What the checkpoint fixes."""
+    return {
+        "num_layers": fields.layers,
+        "hidden_size": fields.hidden,
+        "ffn_hidden_size": fields.intermediate,
+        "num_attention_heads": fields.heads,
+        "num_query_groups": fields.kv_heads,
+        "kv_channels": fields.head_dim,
+        "qk_layernorm": True,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": fields.norm_eps,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "num_moe_experts": fields.experts,
+        "moe_ffn_hidden_size": fields.intermediate,
+        "moe_router_topk": fields.top_k,
+        # Softmax before or after the choice of experts: the same numbers as rescaling, or not, in Hugging Face's model.
+        "moe_router_pre_softmax": not fields.norm_topk,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32",
+    }
+
+
+def _execution(settings: Settings, device: torch.device) -> dict[str, Any]:
+    """What the run chooses."""
+    train = settings.train
+    chosen: dict[str, Any] = {
+        "tensor_model_parallel_size": train.tensor,
+        "sequence_parallel": train.sequence_parallel,
+        "expert_model_parallel_size": train.expert,
+        "expert_tensor_parallel_size": train.expert_tensor,
+        "moe_token_dispatcher_type": train.dispatcher,
+        "moe_grouped_gemm": train.experts == "grouped",
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
+        "pipeline_dtype": torch.bfloat16,
+        "use_cpu_initialization": device.type == "cpu",
+        "perform_initialization": False,
+        "gradient_accumulation_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "apply_rope_fusion": False,
+        "deterministic_mode": train.deterministic and device.type == "cuda",
+    }
+    if train.dispatcher == "flex":
+        chosen["moe_flex_dispatcher_backend"] = train.flex_backend
+    if train.recompute == "full":
+        chosen |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return chosen

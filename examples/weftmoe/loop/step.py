@@ -1,0 +1,163 @@
+"""One colocated step, in the order that keeps device memory with one side at a time:
+
+rollout    the engine serves version k-1; the trainer's tags are offloaded
+drain      the engine comes to rest, and releases its key/value cache and weights
+train      the trainer reloads; updates; the staged step writes generation k
+save       the trainer's state, if due: before the publish, so that a checkpoint never lags behind what is served
+publish    gradients and slots are released; weights travel, are verified, committed as version k
+continue   the trainer's weights are offloaded, the key/value cache comes back, the engine serves version k
+"""
+
+import hashlib
+import math
+import random
+import struct
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weftmoe.grpo import Sequence, SequenceSums, StepStatistics, summarize
+from weftmoe.loop.collect import Collected
+from weftmoe.loop.optimizer import learning_rate
+from weftmoe.loop.ranks import Ranks
+from weftmoe.loop.trainer import MegatronGrpo
+from weftmoe.rollout import Published, Rollout
+from weftmoe.schema import Settings
+from weftmoe.telemetry import Timers
+
+__all__ = ["FixedTokens", "Trained", "publish_version", "train_step"]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What the train phase did, over all ranks.
+
+    Attributes:
+        before, after: statistics against the rollout by the weights before and after; `after` None if not measured.
+        grad_norm: of the last update.
+        learning_rate: of the step.
+        updates: optimizer updates.
+    """
+
+    before: StepStatistics
+    after: StepStatistics | None
+    grad_norm: float
+    learning_rate: float
+    updates: int
+
+
+def train_step(
+    settings: Settings,
+    trainer: MegatronGrpo,
+    sequences: Many[Sequence],
+    step: int,
+    ranks: Ranks,
+    *,
+    measure_after: bool,
+    advance: Callable[[int], None] = lambda count: None,
+) -> Trained:
+    """All updates of a step. The trainer's memory is loaded; collective.
+
+    With one update a step, the log-probabilities that clipping and correction start from are those of the training
+    pass itself. With several, they are scored once before the first, so that all updates share them.
+    """
+    algorithm = settings.algorithm
+    rate = learning_rate(settings.optimizer, step)
+    parts = algorithm.epochs * algorithm.minibatches
+    old = None if parts == 1 else _all_scores(trainer.score(sequences), ranks)
+    before: list[SequenceSums] = []
+    norm = math.nan
+    for epoch in range(algorithm.epochs):
+        for minibatch in _minibatches(
+            sequences, algorithm.minibatches, algorithm.completions, (settings.seed, step, epoch)
+        ):
+            update = trainer.update(minibatch, old, lr=rate)
+            norm = update.grad_norm
+            before += update.sums
+            advance(1)
+    after = _over_ranks(trainer.compare(sequences), ranks) if measure_after else None
+    return Trained(_over_ranks(before, ranks), after, norm, rate, parts)
+
+
+def publish_version(trainer: MegatronGrpo, rollout: Rollout, version: int, timers: Timers) -> Published:
+    """From loaded weights of the trainer to an engine that serves them; collective."""
+    trainer.offload("optimizer", "gradients")
+    with timers.phase("publish"), trainer.sources() as (sources, checksums):
+        published = rollout.publish(version, sources, checksums)
+        del sources
+    with timers.phase("offload"):
+        trainer.offload("weights")
+    with timers.phase("resume"):
+        rollout.resume()
+        rollout.continue_()
+    return published
+
+
+class FixedTokens:
+    """Scores the same tokens after every publish: with learning rate 0 the results must be the same bits.
+
+    Args:
+        collected: of the first step; some of its sequences are the fixed tokens.
+        count: how many.
+    """
+
+    def __init__(self, collected: Collected, count: int = 8) -> None:
+        chosen = collected.sequences[:: max(1, len(collected.sequences) // count)][:count]
+        self._sequences = [(s.tokens, s.prompt) for s in chosen]
+
+    def digest(self, rollout: Rollout) -> str:
+        """SHA-256 over the bits of all log-probabilities, as the engine gives them now."""
+        scores = rollout.score(self._sequences)
+        values = [value for sequence in scores for value in sequence]
+        return hashlib.sha256(struct.pack(f"<{len(values)}d", *values)).hexdigest()
+
+
+def _minibatches(sequences: Many[Sequence], parts: int, group: int, seed: tuple[int, ...]) -> list[list[Sequence]]:
+    """Whole groups, shuffled if there are several parts; each part in batch order."""
+    if parts == 1:
+        return [list(sequences)]
+    groups = [list(sequences[first : first + group]) for first in range(0, len(sequences), group)]
+    random.Random("/".join(map(str, seed))).shuffle(groups)
+    size = -(-len(groups) // parts)
+    cut = [groups[first : first + size] for first in range(0, len(groups), size)]
+    return [sorted((s for one in part for s in one), key=lambda s: s.index) for part in cut]
+
+
+def _all_scores(mine: dict[int, torch.Tensor], ranks: Ranks) -> dict[int, torch.Tensor]:
+    """Every rank's scores: minibatches are dealt anew, so a rank may train what another one scored."""
+    found: dict[int, torch.Tensor] = {}
+    for part in ranks.gather(mine):
+        found.update(part)
+    return found
+
+
+def _over_ranks(sums: Many[SequenceSums], ranks: Ranks) -> StepStatistics:
+    """Statistics over all ranks; tensor-parallel ranks have the same sequences, which count once. A sequence that was
+    trained in several epochs counts in each.
+    """
+    if ranks.world == 1:
+        return summarize(sums)
+    gathered: list[list[SequenceSums]] = ranks.gather(list(sums))
+    times: dict[tuple[int, int], SequenceSums] = {}
+    for part in gathered:
+        seen: dict[int, int] = {}
+        for one in part:
+            number = seen[one.index] = seen.get(one.index, 0) + 1
+            times.setdefault((one.index, number), one)
+    return summarize(times.values())
+
+
+def memory(device: torch.device) -> dict[str, Any]:
+    """Bytes of this process on its device: allocated and reserved now, and the peak since the last call."""
+    if device.type != "cuda":
+        return {}
+    found = {
+        "allocated": torch.cuda.memory_allocated(device),
+        "reserved": torch.cuda.memory_reserved(device),
+        "peak": torch.cuda.max_memory_allocated(device),
+    }
+    torch.cuda.reset_peak_memory_stats(device)
+    return found

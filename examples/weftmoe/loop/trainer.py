@@ -1,0 +1,325 @@
+"""The Megatron trainer of a run: one variant's model, optimizer and attachment, and what the loop asks of them.
+
+    baseline   Megatron as it is
+    bf16, fp8  prepared and attached by weftpub_adapters.megatron
+
+A trainer is built once per process. Between steps its device memory is offloaded by tags, as the attachment defines
+them; a baseline's optimizer state is moved by Megatron's own calls.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Many
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weftmoe.grpo import (
+    CorrectionSettings,
+    LossSettings,
+    Microbatch,
+    Sequence,
+    SequenceSums,
+    correct,
+    deal,
+    microbatches,
+    sequence_sums,
+    token_loss,
+)
+from weftmoe.loop.model import build_model, initialize
+from weftmoe.loop.optimizer import optimizer_fields, uses_flat_buffers
+from weftmoe.loop.ranks import Ranks
+from weftmoe.loop.scoring import log_probabilities
+from weftmoe.loop.sources import ParameterStore
+from weftmoe.loop.weights import load_hf
+from weftmoe.schema import Settings
+from weftpub.errors import NonFiniteGradientError
+from weftpub_adapters.megatron import Qwen3MoeFields, read_config
+
+__all__ = ["MegatronGrpo", "Update"]
+
+_NOBODY = -1  # index of a sequence that only keeps ranks in step
+
+
+@dataclass(frozen=True)
+class Update:
+    """One optimizer update.
+
+    Attributes:
+        grad_norm: before clipping, over all ranks.
+        sums: of this rank's sequences, against the rollout, by the weights before the update.
+    """
+
+    grad_norm: float
+    sums: tuple[SequenceSums, ...]
+
+
+class MegatronGrpo:
+    """Builds the trainer from a Hugging Face directory.
+
+    Args:
+        settings: the run's.
+        directory: the checkpoint.
+        device: this rank's.
+        read_weights: False fills parameters with zeros, for a start that loads its own checkpoint afterwards.
+    """
+
+    def __init__(self, settings: Settings, directory: Path, device: torch.device, *, read_weights: bool = True) -> None:
+        self.hf_config: Mapping[str, Any] = read_config(directory)
+        self.fields = Qwen3MoeFields.from_hf(self.hf_config)
+        self.device = device
+        self._settings = settings
+        self._ranks = Ranks()
+        self._away: frozenset[str] = frozenset()
+        initialize(settings, device)
+        model = build_model(settings, self.fields, device)
+        if read_weights:
+            load_hf(model, directory, self.fields, grouped=settings.train.experts == "grouped")
+        else:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+        self._wrap(model)
+        self._loss = LossSettings(settings.algorithm.clip_low, settings.algorithm.clip_high)
+        cap = settings.algorithm.tis_cap
+        self._correction = CorrectionSettings(enabled=False) if cap is None else CorrectionSettings(cap=cap)
+
+    # What it is.
+
+    @property
+    def generation(self) -> int | None:
+        """Of the store; None for a baseline."""
+        return self.attachment.generation if self.attachment.attached else None
+
+    @property
+    def changed_share(self) -> float | None:
+        """Share of the published expert bytes that the last step changed; None where nothing measures it."""
+        last = self.attachment.last_step
+        return None if last is None else last.changed_share
+
+    @property
+    def model(self) -> Any:
+        """Megatron's model without DistributedDataParallel."""
+        return self.ddp.module
+
+    @property
+    def data_parallel(self) -> tuple[int, int]:
+        """This rank's place among the data-parallel ranks, and their number."""
+        from megatron.core import parallel_state
+
+        return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+
+    # Computing.
+
+    def score(self, sequences: Many[Sequence]) -> dict[int, torch.Tensor]:
+        """Log-probabilities of the completion tokens of this rank's share, by sequence index, float32 on the host."""
+        found: dict[int, torch.Tensor] = {}
+        with torch.no_grad():
+            for batch in self._batches(sequences):
+                values = log_probabilities(
+                    self.ddp, batch, self.device, chunk_tokens=self._settings.train.logit_chunk_tokens
+                )
+                for sequence, logp in zip(batch.sequences, batch.pick(values), strict=True):
+                    if sequence.index != _NOBODY:
+                        found[sequence.index] = logp.cpu()
+        return found
+
+    def compare(self, sequences: Many[Sequence]) -> tuple[SequenceSums, ...]:
+        """Statistics of the present weights against the rollout, of this rank's share."""
+        scores = self.score(sequences)
+        return tuple(
+            sequence_sums(s.index, scores[s.index], torch.tensor(s.rollout_logp))
+            for s in sequences
+            if s.index in scores
+        )
+
+    def update(self, sequences: Many[Sequence], old: Mapping[int, torch.Tensor] | None, *, lr: float) -> Update:
+        """One optimizer update on sequences of all ranks, each with its advantage.
+
+        Args:
+            sequences: the same on all ranks; each trains its data-parallel share.
+            old: log-probabilities before the step's first update, by index; None where this is the first one, and the
+                forward pass itself gives them.
+            lr: learning rate.
+
+        Raises:
+            NonFiniteGradientError: a gradient is NaN or Inf; nothing was changed.
+        """
+        from megatron.core.distributed import finalize_model_grads
+
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        # Megatron averages gradients over data-parallel ranks; the loss is a mean over the tokens of all of them.
+        weight_of = self._token_weights(sequences)
+        scale = self.data_parallel[1]
+        batches, sums = list(self._batches(sequences)), []
+        for number, batch in enumerate(batches):
+            last = number == len(batches) - 1
+            with contextlib.nullcontext() if last else self.ddp.no_sync():
+                loss, found = self._backward_loss(batch, old, weight_of)
+                (loss * scale).backward()
+            sums += found
+        finalize_model_grads([self.ddp], None)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group.get("lr_mult", 1.0)
+        success, norm, _ = self.optimizer.step()
+        if not success:
+            raise NonFiniteGradientError(
+                "the optimizer refused the step: a gradient is not finite; nothing was changed"
+            )
+        return Update(float(norm), tuple(sums))
+
+    # Publishing.
+
+    def plan(self, descriptions: Many[Any]) -> Any:
+        """The plan from this trainer to engines that describe themselves; collective."""
+        from weftpub_adapters.awex import plan_publish
+
+        return plan_publish(self.model, self._store, self.hf_config, descriptions)
+
+    @contextmanager
+    def sources(self) -> Iterator[tuple[dict[str, torch.Tensor], dict[str, int] | None]]:
+        """This rank's canonical tensors and the checksums that are known, held until the block ends."""
+        from weftpub_adapters.awex import canonical_sources
+
+        hold = self.attachment.reading("publish") if self.attachment.attached else contextlib.nullcontext()
+        with hold:
+            store = self.attachment.store
+            sums = None if store is None else dict(store.checksums)
+            yield canonical_sources(self.model, self._store, self.hf_config), sums
+
+    # Memory.
+
+    def offload(self, *tags: str) -> None:
+        """Free the device memory of tags ("weights", "optimizer", "gradients") that the settings let leave."""
+        wanted = [tag for tag in tags if tag in self._settings.train.offload and tag not in self._away]
+        if not wanted:
+            return
+        if self.attachment.attached:
+            self.attachment.offload(*wanted)
+        else:
+            self._offload_baseline(wanted)
+        self._away |= set(wanted)
+
+    def reload(self) -> None:
+        """Take back everything."""
+        if not self._away:
+            return
+        if self.attachment.attached:
+            self.attachment.reload()
+        else:
+            own = [tag for tag in self._away if tag != "optimizer"]
+            if own:
+                self.attachment.reload(*own)
+            if "optimizer" in self._away:
+                self.optimizer.restore_from_cpu()
+        self._away = frozenset()
+
+    def close(self) -> None:
+        """Leave Megatron's process groups; the process is about to end."""
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+    # Inside.
+
+    def _wrap(self, model: Any) -> None:
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        from weftpub_adapters.megatron.attached import AttachSettings, attach, prepare
+
+        settings = self._settings
+        prepared = prepare(
+            model,
+            AttachSettings(
+                variant=settings.variant,
+                preset=settings.publish.preset,
+                activation_scales=settings.publish.activation_scales,
+                slots=settings.optimizer.slots,
+                slot_numel=settings.optimizer.slot_numel,
+            ),
+        )
+        flat = uses_flat_buffers(settings)
+        wrapper = DistributedDataParallelConfig(
+            use_distributed_optimizer=flat,
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=settings.train.overlap_grad_reduce and self.device.type == "cuda",
+        )
+        self.ddp = DistributedDataParallel(model.config, wrapper, model)
+        self.optimizer = get_megatron_optimizer(OptimizerConfig(**optimizer_fields(settings)), [self.ddp])
+        self.attachment = attach(self.ddp, self.optimizer, prepared=prepared)
+        store = self.attachment.store
+        self._store: Any = ParameterStore(prepared.layers) if store is None else store
+
+    def _offload_baseline(self, tags: Many[str]) -> None:
+        own = [tag for tag in tags if tag != "optimizer"]
+        if own:
+            self.attachment.offload(*own)
+        if "optimizer" in tags:
+            self.optimizer.offload_to_cpu()
+
+    def _batches(self, sequences: Many[Sequence]) -> Iterator[Microbatch]:
+        """This rank's microbatches; as many on every rank, because experts are exchanged between them."""
+        rank, ranks = self.data_parallel
+        made = list(self._cut(deal(sequences, ranks)[rank]))
+        yield from made
+        most = max(self._ranks.gather(len(made)))
+        nobody = Sequence(_NOBODY, (0, 0), 1, (0.0,))
+        for _ in range(most - len(made)):
+            yield from self._cut([nobody])
+
+    def _cut(self, sequences: Many[Sequence]) -> Iterator[Microbatch]:
+        settings = self._settings
+        layout = "packed" if settings.train.experts == "grouped" else "padded"
+        yield from microbatches(
+            sequences,
+            budget=settings.length.microbatch_tokens,
+            layout=layout,
+            pad_to=settings.train.tensor if settings.train.sequence_parallel else 1,
+        )
+
+    def _token_weights(self, sequences: Many[Sequence]) -> dict[int, float]:
+        """What one token of each sequence counts in the loss; over all tokens of all sequences this sums to one."""
+        if self._settings.algorithm.loss == "sequence":
+            return {s.index: 1.0 / (s.trained * len(sequences)) for s in sequences}
+        total = sum(s.trained for s in sequences)
+        return {s.index: 1.0 / total for s in sequences}
+
+    def _backward_loss(
+        self, batch: Microbatch, old: Mapping[int, torch.Tensor] | None, weight_of: Mapping[int, float]
+    ) -> tuple[torch.Tensor, list[SequenceSums]]:
+        """The microbatch's part of the loss, with gradient, and the sums of its sequences."""
+        values = log_probabilities(self.ddp, batch, self.device, chunk_tokens=self._settings.train.logit_chunk_tokens)
+        loss, found = values.sum() * 0.0, []  # every parameter takes part in the graph, whoever is in the batch
+        for sequence, logp in zip(batch.sequences, batch.pick(values), strict=True):
+            if sequence.index == _NOBODY:
+                continue
+            rollout = torch.tensor(sequence.rollout_logp, device=logp.device)
+            before = logp.detach() if old is None else old[sequence.index].to(logp.device)
+            correction = correct(before, rollout, self._correction)
+            advantages = torch.full_like(rollout, sequence.advantage)
+            tokens = token_loss(logp, before, advantages, correction.weights, self._loss)
+            loss = loss + tokens.values.sum() * weight_of[sequence.index]
+            found.append(
+                sequence_sums(
+                    sequence.index,
+                    before,
+                    rollout,
+                    loss=tokens.values,
+                    clipped_low=tokens.clipped_low,
+                    clipped_high=tokens.clipped_high,
+                    truncated=correction.truncated,
+                    rejected=correction.rejected,
+                )
+            )
+        return loss, found
+
+
+def describe_settings(settings: Settings) -> dict[str, Any]:
+    """The settings as plain data, for the log's header."""
+    plain: dict[str, Any] = json.loads(settings.model_dump_json())
+    return plain
