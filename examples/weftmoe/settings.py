@@ -10,10 +10,14 @@ Order, later ones win:
     optimizers/OPTIMIZER.yaml       where it is not the base's
     pairs/VARIANT-OPTIMIZER.yaml
     smoke/common.yaml, smoke/PLACE.yaml
+    nodes and gpus                  parallel sizes that follow from other numbers of GPUs
     overrides                       `a.b=c` from the command line
+
+A directory instead of a model's name takes the file of its own name, if there is one, and its config.json.
 """
 
 import difflib
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -59,14 +63,18 @@ def load(
     length: LengthName | str = "8k",
     optimizer: OptimizerName | str = "muon",
     smoke: SmokePlace | None = None,
+    nodes: int | None = None,
+    gpus: int | None = None,
     overrides: Sequence[str] = (),
 ) -> Settings:
     """The resolved settings of one run.
 
     Args:
         variant, length, optimizer: names of files under configs/.
-        model: name of a file under configs/models, in any case, with or without its organisation.
+        model: name of a file under configs/models, in any case, with or without its organisation; or a Hugging Face
+            directory.
         smoke: the tiny run, with a GPU or without; None is a real one.
+        nodes, gpus: machines, and GPUs of each: experts are dealt over all of them, and every node gets one engine.
         overrides: ``a.b=c``, the value in YAML.
 
     Raises:
@@ -75,6 +83,10 @@ def load(
     merged: Any = OmegaConf.create({})
     for path in sources(variant, model, length, optimizer, smoke):
         merged = OmegaConf.merge(merged, _load_file(path))
+    if smoke is None and Path(model).is_dir():
+        merged = OmegaConf.merge(merged, {"model": _checkpoint(Path(model))})
+    if nodes is not None or gpus is not None:
+        merged = OmegaConf.merge(merged, _sized(merged, nodes, gpus))
     try:
         merged = OmegaConf.merge(merged, OmegaConf.from_dotlist(_checked_form(overrides)))
     except (OmegaConfBaseException, YAMLError) as error:
@@ -87,8 +99,9 @@ def sources(variant: str, model: str, length: str, optimizer: str, smoke: SmokeP
     _require("variant", variant, VARIANTS)
     _require("length", length, LENGTHS)
     _require("optimizer", optimizer, OPTIMIZERS)
-    name = model.rpartition("/")[2].lower()
-    _require("model", name, MODELS)
+    name = model.rstrip("/").rpartition("/")[2].lower()
+    if not Path(model).is_dir():
+        _require("model", name, MODELS)
     parts = [
         "base",
         f"models/{name}",
@@ -100,7 +113,7 @@ def sources(variant: str, model: str, length: str, optimizer: str, smoke: SmokeP
     ]
     if smoke is not None:
         parts += ["smoke/common", f"smoke/{smoke}"]
-    optional = ("pairs/", "optimizers/")
+    optional = ("models/", "pairs/", "optimizers/")
     paths = [CONFIGS / f"{part}.yaml" for part in parts]
     return tuple(
         path for part, path in zip(parts, paths, strict=True) if path.exists() or not part.startswith(optional)
@@ -125,6 +138,35 @@ def write(settings: Settings, path: Path) -> None:
     part = path.with_name(path.name + ".part")
     part.write_text(render(settings), encoding="utf-8")
     part.replace(path)
+
+
+def _checkpoint(directory: Path) -> dict[str, Any]:
+    """The model block of a Hugging Face directory."""
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        architecture = config["architectures"][0]
+    except (OSError, json.JSONDecodeError, LookupError) as error:
+        raise ConfigError(f"{path}: no Hugging Face config that names its architecture: {error!r}") from error
+    name = directory.absolute().name.lower()
+    vision = "vision_config" in config
+    return {"name": name, "path": str(directory), "architecture": architecture, "vision": vision}
+
+
+def _sized(merged: Any, nodes: int | None, gpus: int | None) -> dict[str, Any]:
+    """Parallel sizes for other numbers of GPUs: experts over all of them, one engine a node."""
+    nodes = merged.cluster.nodes if nodes is None else nodes
+    gpus = merged.cluster.gpus if gpus is None else gpus
+    if nodes < 1 or gpus < 0:
+        raise ConfigError(f"nodes={nodes}, gpus={gpus}: at least one node, and no negative number of GPUs")
+    ranks = max(1, gpus)
+    tensor = min(merged.train.tensor, ranks)
+    attention = bool(merged.rollout.dp_attention)
+    return {
+        "cluster": {"nodes": nodes, "gpus": gpus},
+        "train": {"expert": nodes * ranks, "tensor": tensor, "sequence_parallel": tensor > 1},
+        "rollout": {"engines": nodes, "tensor": ranks, "expert": ranks, "data": ranks if attention else 1},
+    }
 
 
 def _load_file(path: Path) -> Any:
