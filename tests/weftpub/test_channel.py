@@ -12,7 +12,10 @@ import pytest
 import zmq
 
 from weftpub.channel import ChannelClient, ChannelServer, CurveKeys, Deadline, Deadlines, unix_address, wait_any
+from weftpub.channel.address import socket_path
+from weftpub.channel.presence import listener
 from weftpub.errors import ChannelError, ConfigError, DeadlineError
+from weftpub.wire.identity import process_identity
 
 
 def echo_once(server: ChannelServer) -> None:
@@ -39,6 +42,27 @@ def test_sockets_are_owner_only(tmp_path: Path) -> None:
     with ChannelServer(address):
         assert stat.S_IMODE(os.stat(tmp_path / "s").st_mode) == 0o700
         assert stat.S_IMODE(os.stat(tmp_path / "s" / "a").st_mode) == 0o600
+
+
+def test_a_server_says_who_it_is_as_long_as_it_listens(tmp_path: Path) -> None:
+    path = socket_path(unix_address(tmp_path / "s", "r0"))
+    assert listener(path) is None
+    with ChannelServer(f"ipc://{path}"):
+        found = listener(path)
+        assert found == process_identity()
+        assert stat.S_IMODE(os.stat(f"{path}.pid").st_mode) == 0o600
+    assert listener(path) is None
+    assert os.listdir(tmp_path / "s") == []
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"pid": 1}', "x" * 10_000])
+def test_a_file_that_names_nobody_is_passed_over(tmp_path: Path, text: str) -> None:
+    path = socket_path(unix_address(tmp_path / "s", "r0"))
+    Path(f"{path}.pid").write_text(text)
+    assert listener(path) is None
+    Path(f"{path}.pid").unlink()
+    Path(f"{path}.pid").symlink_to("/etc/hostname")
+    assert listener(path) is None
 
 
 def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path) -> None:

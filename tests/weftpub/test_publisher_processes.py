@@ -2,6 +2,7 @@
 leaks.
 """
 
+import itertools
 import multiprocessing as mp
 import os
 import signal
@@ -15,9 +16,11 @@ import torch
 from publish_world import RemoteEngine, World, start_remote
 
 from weftpub.channel import Deadlines
-from weftpub.errors import ChannelError
+from weftpub.errors import ChannelError, ChecksumError, StateError
 from weftpub.publisher import Publisher
+from weftpub.publisher.coordinator import Coordinator
 from weftpub.publisher.transfer import Transfer
+from weftpub.transport import CopyTable
 from weftpub.version import EngineState as S
 
 WORLD = World(experts=4, ep=2, extra=(("model.norm.weight", (256,), torch.float32),))
@@ -120,49 +123,162 @@ def test_a_receiver_that_is_killed_while_it_receives(
     assert time.monotonic() - start < 25, "the death was only noticed by the deadline"
     assert any("engine engine0 is" in note and "torn" in note for note in caught.value.__notes__)
     assert remotes[0].call("get", "serving") is False
-    options = {"receiver": {"version": None, "silence": SILENCE_S}}
-    folder = Path(remotes[1].peer.address.removeprefix("ipc://")).parent.parent
-    remotes[1] = start_remote(folder, WORLD, 0, 1, **options)
+    restart(remotes, 1)
     assert [s.state for s in publisher.status().values()] == [S.TORN, S.TORN]
     publisher.publish(102, WORLD.sources(0, 102))
     check_all(remotes, 102)
     assert shared_files() == []
 
 
-def _trainer(remotes_peers: list[Any], folder: str, pipe: Any) -> None:
+def test_a_receiver_that_is_dead_before_the_greeting(
+    remotes: list[RemoteEngine], publisher: Publisher, tmp_path: Path
+) -> None:
+    """A receiver had died between two publishes, and the publisher waited for it as long as for one that is still
+    starting. It is named at once, by a publisher that has never met it, too."""
+    publisher.publish(111, WORLD.sources(0, 111))
+    dead = remotes[1].process.pid
+    remotes[1].kill()
+    for asking in (publisher, make_publisher(remotes, tmp_path / "second")):
+        start = time.monotonic()
+        with pytest.raises(
+            ChannelError, match=rf"receiver rank 1 at ipc.*listened there .*pid {dead}\) has ended.*phase hello"
+        ):
+            asking.publish(112, WORLD.sources(0, 112))
+        assert time.monotonic() - start < 10, "the death was only noticed by the deadline"
+    asking.close()
+    assert remotes[0].call("get", "serving") is True  # nothing was begun
+    restart(remotes, 1)
+    with make_publisher(remotes, tmp_path) as later:
+        later.publish(113, WORLD.sources(0, 113))
+    check_all(remotes, 113)
+
+
+def restart(remotes: list[RemoteEngine], rank: int) -> None:
+    """Start a killed receiver again at its address."""
+    options = {"receiver": {"version": None, "silence": SILENCE_S}}
+    folder = Path(remotes[rank].peer.address.removeprefix("ipc://")).parent.parent
+    remotes[rank] = start_remote(folder, WORLD, 0, rank, **options)
+
+
+class Moment:
+    """Where a trainer is when it is killed: a method of the publisher's that stops there for good, and after how many
+    calls."""
+
+    def __init__(self, owner: type, method: str, calls: int, fenced: str) -> None:
+        self.owner, self.method, self.calls, self.fenced = owner, method, calls, fenced
+
+
+MOMENTS = {
+    "before the first byte": Moment(Transfer, "_post_next", 0, ""),
+    "in the middle": Moment(Transfer, "_post_next", 3, "said nothing for 3 s in the middle of version"),
+    "after the last byte": Moment(Coordinator, "verify", 0, "said nothing for 3 s in the middle of version"),
+    "after verification": Moment(Publisher, "_record", 0, ""),
+    "after the record": Moment(Coordinator, "commit", 0, ""),
+}
+
+
+def _trainer(peers: list[Any], folder: str, version: int, moment: str, pipe: Any) -> None:
     torch.set_num_threads(1)
-    post = Transfer._post_next
+    chosen = MOMENTS[moment]
+    method, calls = getattr(chosen.owner, chosen.method), itertools.count()
 
-    def stop(self: Transfer, progress: Any, link: Any) -> bool:
-        if self.chunks == 3:
-            pipe.send("in the middle")
+    def stop(*args: Any, **options: Any) -> Any:
+        if next(calls) == chosen.calls:
+            pipe.send("there")
             time.sleep(600)
-        return post(self, progress, link)
+        return method(*args, **options)
 
-    Transfer._post_next = stop  # type: ignore[method-assign]
+    setattr(chosen.owner, chosen.method, stop)
     options: dict[str, Any] = {"commit_path": Path(folder) / "commit.json", "max_staging_bytes": 1 << 17}
-    Publisher("run", WORLD.plan(), remotes_peers, **options).publish(201, WORLD.sources(0, 201))
+    Publisher("run", WORLD.plan(), peers, **options).publish(version, WORLD.sources(0, version))
 
 
-def test_a_trainer_that_is_killed_while_it_sends(remotes: list[RemoteEngine], tmp_path: Path) -> None:
-    """Receivers notice by the silence, fence themselves, and let go of the dead trainer's memory."""
+@pytest.mark.parametrize(("number", "moment"), enumerate(MOMENTS), ids=list(MOMENTS))
+def test_a_trainer_that_is_killed(remotes: list[RemoteEngine], tmp_path: Path, number: int, moment: str) -> None:
+    """Receivers that wait for bytes notice by the silence, fence themselves if any were written, and let go of the dead
+    trainer's memory; those that have all of it wait for the next driver, which finishes what the record commits."""
+    version = 200 + 10 * number
+    with make_publisher(remotes, tmp_path) as publisher:
+        publisher.publish(version, WORLD.sources(0, version))
     context = mp.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=_trainer, args=([r.peer for r in remotes], str(tmp_path), there), daemon=True)
+    arguments = ([r.peer for r in remotes], str(tmp_path), version + 1, moment, there)
+    process = context.Process(target=_trainer, args=arguments, daemon=True)
     process.start()
     assert here.poll(120)
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
     process.join(30)
+    fenced = MOMENTS[moment].fenced
     limit = time.monotonic() + 60
-    while not all(remote.call("get", "fenced") for remote in remotes):
+    while fenced and not all(remote.call("get", "fenced") for remote in remotes):
         assert time.monotonic() < limit, "a receiver still waits for the dead trainer"
         time.sleep(0.2)
-    assert "said nothing for 3 s in the middle of version 201" in remotes[0].call("get", "fenced")
+    assert fenced in remotes[0].call("get", "fenced")
     with make_publisher(remotes, tmp_path) as publisher:
-        assert publisher.recover().finished == ()
-        publisher.publish(202, WORLD.sources(0, 202))
-    check_all(remotes, 202)
+        finished = publisher.recover().finished
+        if moment == "after the record":
+            assert finished == ("engine0",)
+            check_all(remotes, version + 1)
+        else:
+            assert finished == () or moment == "before the first byte"
+            assert not any(remote.call("get", "version") == version + 1 for remote in remotes)
+        publisher.publish(version + 2, WORLD.sources(0, version + 2))
+    check_all(remotes, version + 2)
     assert shared_files() == []
     for remote in remotes:
         assert usage(remote.process.pid)[1] == 0
+
+
+def test_a_stale_publisher_is_refused_and_the_present_one_goes_on(
+    remotes: list[RemoteEngine], publisher: Publisher, tmp_path: Path
+) -> None:
+    """A trainer that was thought dead woke up and went on publishing into engines that had a new one."""
+    publisher.publish(301, WORLD.sources(0, 301))
+    with make_publisher(remotes, tmp_path / "present") as present:
+        present.publish(302, WORLD.sources(0, 302))
+        with pytest.raises(StateError, match="a publisher that started later has taken over"):
+            publisher.publish(303, WORLD.sources(0, 303))
+        check_all(remotes, 302)
+        other = Publisher("other", WORLD.plan(), [r.peer for r in remotes], commit_path=tmp_path / "other.json")
+        with other, pytest.raises(StateError, match="belongs to run 'run', the request to run 'other'"):
+            other.publish(304, WORLD.sources(0, 304))
+        check_all(remotes, 302)
+        present.publish(305, WORLD.sources(0, 305))
+    check_all(remotes, 305)
+
+
+@pytest.mark.parametrize(("version", "method"), [(311, "post_process"), (314, "commit")])
+def test_a_rank_that_raises_in_its_process(
+    remotes: list[RemoteEngine], tmp_path: Path, version: int, method: str
+) -> None:
+    with make_publisher(remotes, tmp_path) as publisher:
+        publisher.publish(version, WORLD.sources(0, version))
+        remotes[1].call("set", "fail_in", {method: "out of memory"})
+        with pytest.raises(ChannelError, match=r"receiver rank 1 .*RuntimeError: out of memory"):
+            publisher.publish(version + 1, WORLD.sources(0, version + 1))
+        remotes[1].call("set", "fail_in", {})
+        if method == "commit":
+            assert publisher.recover().finished == ("engine0",)
+            check_all(remotes, version + 1)
+        publisher.publish(version + 2, WORLD.sources(0, version + 2))
+    check_all(remotes, version + 2)
+
+
+def test_a_byte_flipped_in_shared_memory(
+    remotes: list[RemoteEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gather = CopyTable.gather
+
+    def spoil(self: CopyTable, tensors: Any, buffers: Any) -> None:
+        gather(self, tensors, buffers)
+        buffers[0][7] ^= 0x01
+
+    with make_publisher(remotes, tmp_path) as publisher:
+        with monkeypatch.context() as patch:
+            patch.setattr(CopyTable, "gather", spoil)
+            with pytest.raises(ChecksumError, match=r"differ from what was sent.*publish again"):
+                publisher.publish(321, WORLD.sources(0, 321))
+        assert [s.state for s in publisher.status().values()] == [S.TORN, S.TORN]
+        publisher.publish(322, WORLD.sources(0, 322))
+    check_all(remotes, 322)

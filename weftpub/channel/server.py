@@ -10,6 +10,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from weftpub.channel.address import CurveKeys, check_address, claim_socket_path, socket_path
+from weftpub.channel.presence import announce, withdraw
 from weftpub.errors import ChannelError
 from weftpub.wire.messages import MAX_MESSAGE_BYTES
 
@@ -50,6 +51,11 @@ class ChannelServer:
             raise ChannelError(f"{address}: cannot listen: {error}") from error
         if self._path is not None:
             os.chmod(self._path, 0o600)
+            try:
+                announce(self._path)
+            except ChannelError:
+                self.close()
+                raise
         self.address = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
     def receive(self, seconds: float) -> tuple[bytes, bytes] | None:
@@ -72,6 +78,7 @@ class ChannelServer:
             self._auth.stop()
         self._context.term()
         if self._path is not None:
+            withdraw(self._path)
             Path(self._path).unlink(missing_ok=True)
 
     def __enter__(self) -> "ChannelServer":

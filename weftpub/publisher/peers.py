@@ -9,6 +9,8 @@ import zmq
 
 from weftpub import errors
 from weftpub.channel import ChannelClient, CurveKeys, Deadline, wait_any
+from weftpub.channel.address import socket_path
+from weftpub.channel.presence import listener
 from weftpub.errors import ChannelError, WeftpubError
 from weftpub.wire import messages as m
 from weftpub.wire.identity import Identity, process_alive
@@ -16,6 +18,7 @@ from weftpub.wire.identity import Identity, process_alive
 __all__ = ["Peer", "PeerLink", "by_engine", "exchange", "expect"]
 
 _SLICE_S = 0.2  # how often a wait looks whether the peer's process still exists
+_RESTART_S = 1.0  # how long a receiver that died is given to be there again
 
 
 @dataclass(frozen=True)
@@ -77,12 +80,20 @@ class PeerLink:
             return f"receiver rank {self.peer.rank} at {self.peer.address}"
         return f"{self.welcome.engine} receiver rank {self.peer.rank} ({self.welcome.identity}, {self.welcome.device})"
 
-    def post(self, kind: Callable[..., m.Request], deadline: Deadline, **fields: object) -> int:
-        """Send a request; its number. DeadlineError if nobody listens, ChannelError if the process has ended."""
+    def post(
+        self, kind: Callable[..., m.Request], deadline: Deadline, patience: Deadline | None = None, **fields: object
+    ) -> int:
+        """Send a request; its number. DeadlineError if nobody listens, ChannelError if the process has ended.
+
+        Args:
+            patience: once it has passed, a listener that is known to have died is not waited for.
+        """
         self._number += 1
         data = m.encode(kind(request=self._number, **self._head, **fields))
         while not self.client.try_send(data, min(_SLICE_S, deadline.left)):
             self.require_alive(deadline)
+            if patience is not None and patience.passed:
+                self._require_listener(deadline)
             if deadline.passed:
                 raise deadline.error(f"nobody listens at {self.peer.address}; has the receiver been started?")
         self._waiting.add(self._number)
@@ -120,6 +131,17 @@ class PeerLink:
             raise ChannelError(
                 f"{self.label}: its process ended in phase {deadline.phase}, after {deadline.elapsed:.1f} s; restart "
                 "it and publish again"
+            )
+
+    def _require_listener(self, deadline: Deadline) -> None:
+        """ChannelError if the process that listened at the address last is known to have ended."""
+        last = listener(socket_path(self.peer.address)) if self.peer.address.startswith("ipc://") else None
+        if last is None and self.welcome is not None:
+            last = self.welcome.identity
+        if last is not None and not process_alive(last, self._here):
+            raise ChannelError(
+                f"{self.label}: the process that listened there ({last}) has ended, seen in phase {deadline.phase} "
+                f"after {deadline.elapsed:.1f} s; restart it and publish again"
             )
 
     def error_of(self, reply: m.Failed) -> WeftpubError:
@@ -164,12 +186,13 @@ def exchange(
     replies: dict[PeerLink, m.Reply] = {}
     faults: dict[PeerLink, WeftpubError] = {}
     waits: dict[PeerLink, tuple[int, Deadline]] = {}
+    patience = Deadline("", phase, _RESTART_S)
     for link, (kind, fields) in requests.items():
         if kind is m.Hello:
             link.renew()
         deadline = Deadline(link.label, phase, seconds)
         try:
-            waits[link] = link.post(kind, deadline, **fields), deadline
+            waits[link] = link.post(kind, deadline, patience, **fields), deadline
         except WeftpubError as error:
             faults[link] = error
     while waits:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from weftpub.errors import ConfigError
 
-__all__ = ["Identity", "device_index", "gpu_uuid", "local_identity", "process_alive"]
+__all__ = ["Identity", "device_index", "gpu_uuid", "local_identity", "process_alive", "process_identity"]
 
 
 class Identity(BaseModel):
@@ -70,6 +70,11 @@ def device_index(uuid: str) -> int | None:
 def local_identity() -> Identity:
     """This process."""
     gpus = tuple(gpu_uuid(index) for index in range(torch.cuda.device_count())) if torch.cuda.is_available() else ()
+    return process_identity().model_copy(update={"gpus": gpus})
+
+
+def process_identity() -> Identity:
+    """This process without its GPUs: asks no driver."""
     return Identity(
         host=socket.gethostname(),
         boot=_read("/proc/sys/kernel/random/boot_id"),
@@ -77,7 +82,6 @@ def local_identity() -> Identity:
         pid=os.getpid(),
         started=_process(os.getpid())[1],
         uid=os.getuid(),
-        gpus=gpus,
     )
 
 
