@@ -16,14 +16,18 @@ class PromptSampler:
         prompts: the data set.
         seed: of all permutations.
         epochs: how often each prompt is drawn; None for no end.
+        shuffle: False draws them as they lie, in every epoch.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], *, seed: int, epochs: int | None = None) -> None:
+    def __init__(
+        self, prompts: Sequence[Prompt], *, seed: int, epochs: int | None = None, shuffle: bool = True
+    ) -> None:
         if not prompts:
             raise ConfigError("there are no prompts to draw from")
         self._prompts = tuple(prompts)
         self._seed = seed
         self._epochs = epochs
+        self._shuffle = shuffle
         self._drawn = 0
         self._order: tuple[int, list[int]] | None = None
 
@@ -71,7 +75,8 @@ class PromptSampler:
         epoch, place = divmod(self._drawn, len(self._prompts))
         if self._order is None or self._order[0] != epoch:
             order = list(range(len(self._prompts)))
-            random.Random(f"{self._seed}/{epoch}").shuffle(order)
+            if self._shuffle:
+                random.Random(f"{self._seed}/{epoch}").shuffle(order)
             self._order = (epoch, order)
         self._drawn += 1
         return self._prompts[self._order[1][place]]

@@ -190,7 +190,12 @@ class MegatronGrpo:
         with hold:
             store = self.attachment.store
             sums = None if store is None else dict(store.checksums)
-            yield canonical_sources(self.model, self._store, self.hf_config), sums
+            found = canonical_sources(self.model, self._store, self.hf_config)
+            if self.device.type == "cpu":
+                # Host code reads them through numpy, which makes a storage's size final: parameters that are offloaded
+                # afterwards must not be the ones.
+                found = {name: tensor if sums and name in sums else tensor.clone() for name, tensor in found.items()}
+            yield found, sums
 
     # Memory.
 

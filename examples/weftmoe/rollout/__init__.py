@@ -1,4 +1,4 @@
-"""Engines that sample completions, behind one interface: SGLang itself, or a torch sampler over SGLang's real layers."""
+"""Engines that sample completions, behind one interface: SGLang, or a torch sampler over SGLang's real layers."""
 
 from weftmoe.rollout.base import Published, Request, Rollout, Sample, Span
 

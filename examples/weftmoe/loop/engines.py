@@ -1,0 +1,40 @@
+"""From settings to a rollout engine: SGLang where there are GPUs, the torch sampler where there are none."""
+
+from pathlib import Path
+from typing import Any
+
+from weftmoe.rollout import Rollout
+from weftmoe.schema import Settings
+
+__all__ = ["make_rollout"]
+
+
+def make_rollout(
+    settings: Settings, model: Path, hf_config: dict[str, Any], stops: tuple[int, ...], run_id: str
+) -> Rollout:
+    """The engine of a run, not started yet."""
+    work, form = settings.out / "engine", "fp8" if settings.variant == "fp8" else "bf16"
+    if settings.rollout.engine == "sampler":
+        from weftmoe.rollout.torch_sampler import SamplerSettings, TorchRollout
+
+        return TorchRollout(
+            SamplerSettings(
+                model=model,
+                format=form,
+                path=settings.publish.path,
+                stops=stops,
+                temperature=settings.rollout.sampling.temperature,
+                top_p=settings.rollout.sampling.top_p,
+                work=work,
+                run_id=run_id,
+                environment=settings.roles.engine.env,
+                ready_s=settings.rollout.ready_timeout,
+                generate_s=settings.rollout.generate_timeout,
+                publish_s=settings.publish.deadline,
+                verify_sha256=settings.publish.verify_sha256,
+                staging_bytes=settings.publish.staging_mib << 20,
+            )
+        )
+    from weftmoe.rollout.sglang import SglangRollout
+
+    return SglangRollout(settings, model, hf_config, stops, run_id, work)

@@ -1,0 +1,96 @@
+"""What a run starts from: a checkpoint directory, prompts, and, for the smoke mode, both made on the spot."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weftmoe.data import read_prompts, write_arithmetic
+from weftmoe.data.prompts import PromptSet
+from weftmoe.schema import Settings
+from weftmoe.smoke import make_model
+from weftpub.errors import ConfigError
+
+__all__ = ["MADE", "Inputs", "find_inputs"]
+
+MADE = "made"  # what smoke configurations write for a path
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Where a run's inputs lie.
+
+    Attributes:
+        model: checkpoint directory.
+        hf_config: its config.json.
+        prompts: the data set.
+        notes: what was made or found out, in words.
+    """
+
+    model: Path
+    hf_config: dict[str, Any]
+    prompts: PromptSet
+    notes: tuple[str, ...]
+
+
+def find_inputs(
+    settings: Settings, device: torch.device, progress: Callable[[int, int], None] = lambda done, total: None
+) -> Inputs:
+    """Find, download or make the inputs; called by rank 0 alone.
+
+    Args:
+        settings: the run's. A smoke run makes the model and data whose path is "made".
+        device: where a made model is warmed up.
+        progress: of the warm-up: finished and planned steps.
+
+    Raises:
+        ConfigError: the checkpoint is of another architecture than the settings say, or not to be found.
+    """
+    notes: list[str] = []
+    smoke = settings.smoke
+    if smoke.enabled and settings.model.path == MADE:
+        model = settings.out / "model"
+        warmup = make_model(
+            model, smoke, seed=settings.seed, tokens=settings.length.context, device=device.type, progress=progress
+        )
+        notes.append(
+            f"warm-up: {warmup.steps} supervised steps, {warmup.seconds:.0f} s, probability of a right answer "
+            f"{warmup.probability:.3f}"
+        )
+    else:
+        model = _directory(settings.model.path)
+    hf_config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    found = (hf_config.get("architectures") or [None])[0]
+    if found != settings.model.architecture:
+        raise ConfigError(
+            f"{model}: architectures[0] is {found!r}, model.architecture is {settings.model.architecture!r}; choose "
+            "the configuration of this model"
+        )
+    if smoke.enabled and settings.data.path == MADE:
+        data = settings.out / "arithmetic.jsonl"
+        write_arithmetic(data, smoke.problems, seed=settings.seed, digits=smoke.digits)
+        prompts = read_prompts(data)
+    else:
+        path = settings.data.path
+        prompts = read_prompts(path if Path(path).exists() else f"{path}:{settings.data.split}")
+    notes.append(str(prompts))
+    return Inputs(model, hf_config, prompts, tuple(notes))
+
+
+def _directory(path: str) -> Path:
+    """A checkpoint directory, or the local snapshot of a repository."""
+    local = Path(path)
+    if (local / "config.json").is_file():
+        return local
+    if local.exists():
+        raise ConfigError(f"model.path={path} holds no config.json; give a Hugging Face checkpoint directory")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(path))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ConfigError(f"model.path={path!r} is no directory, and cannot be downloaded: {error}") from error

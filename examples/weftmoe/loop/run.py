@@ -1,0 +1,417 @@
+"""One run, from settings to the last step: start or resume, then colocated steps, each with its record.
+
+Order of a start, the same for a fresh run and after a crash:
+
+    engine     started, brought to rest, its memory released
+    trainer    built; a checkpoint is read now, before communicators and engine hold memory
+    publish    the version that the trainer holds: 0, or the checkpoint's step
+    steps      as in `weftmoe.loop.step`
+"""
+
+import math
+import platform
+import time
+import uuid
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from weftmoe.data import PromptSampler
+from weftmoe.loop import checkpoint
+from weftmoe.loop.collect import Collected, Collector
+from weftmoe.loop.engines import make_rollout
+from weftmoe.loop.inputs import Inputs, find_inputs
+from weftmoe.loop.model import prepare_process
+from weftmoe.loop.prompts import encode_prompts, load_tokenizer, stop_tokens
+from weftmoe.loop.ranks import Ranks
+from weftmoe.loop.step import FixedTokens, Trained, memory, publish_version, train_step
+from weftmoe.loop.trainer import MegatronGrpo, describe_settings
+from weftmoe.reward import Rewarder
+from weftmoe.rollout import Published, Rollout
+from weftmoe.schema import Settings
+from weftmoe.telemetry import (
+    Counters,
+    ModelShape,
+    PhaseProgress,
+    RunHeader,
+    RunLog,
+    StepRecord,
+    Timers,
+    open_sinks,
+    training_flops,
+    turn_lengths,
+)
+from weftpub.errors import StateError
+
+__all__ = ["RunResult", "run"]
+
+_PACKAGES = ("weftpub", "torch", "triton", "megatron-core", "transformer-engine", "sglang", "awex", "transformers")
+# The pass that measures log-probs after the update costs a third of a training step; a smoke run affords it always.
+_AFTER_EVERY = 10
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended.
+
+    Attributes:
+        steps: finished, those of earlier starts included.
+        version: what the engine serves.
+        resumed_from: step of the checkpoint that this start went on from; None for a fresh one.
+        reward: mean task reward of the last step; None if no step was made.
+    """
+
+    steps: int
+    version: int
+    resumed_from: int | None
+    reward: float | None
+
+
+def run(settings: Settings) -> RunResult:
+    """Run all steps that are left; every rank calls it.
+
+    Raises:
+        WeftpubError: with what failed and what to do. The engine's processes have ended when this returns or raises.
+    """
+    device = prepare_process(settings)
+    with ExitStack() as stack:
+        return _Run(settings, device, stack).steps()
+
+
+class _Run:
+    """Everything that lives as long as the process."""
+
+    def __init__(self, settings: Settings, device: torch.device, stack: ExitStack) -> None:
+        self._settings, self._device, self._ranks = settings, device, Ranks()
+        self._timers = Timers(torch.cuda.synchronize if device.type == "cuda" else lambda: None)
+        first = _rank_of_launch() == 0
+        title = f"weftmoe {settings.variant}"
+        self._progress = stack.enter_context(
+            PhaseProgress(title, settings.steps, enabled=first and settings.telemetry.progress)
+        )
+        self._inputs = self._make_inputs(first)
+        self._path = checkpoint.latest(settings.out) if settings.checkpoint.resume else None
+        self._tokenizer = load_tokenizer(self._inputs.model)
+        self._rollout = self._start_engine(stack)
+        self._trainer = self._build_trainer(stack)
+        self._state = self._load()
+        self._connect()
+        self._collector = self._make_collector(stack)
+        self._open_telemetry(stack)
+        self._fixed: FixedTokens | None = None
+
+    def steps(self) -> RunResult:
+        """Make the steps that are left."""
+        settings, first, last = self._settings, self._state.step, None
+        resumed = first if self._path is not None else None
+        for step in range(first + 1, settings.steps + 1):
+            last = self._step(step)
+            if last is None:
+                self._progress.note("the data's epochs have ended")
+                break
+        return RunResult(self._state.step, self._state.step, resumed, None if last is None else last.reward)
+
+    # The start.
+
+    def _make_inputs(self, first: bool) -> Inputs:
+        """Rank 0 makes or downloads; the others wait for its files, in `initialize`, and find them."""
+        self._progress.phase("inputs")
+
+        def advance(done: int, total: int) -> None:
+            if done == 1:
+                self._progress.phase("warm-up", total)
+            self._progress.advance()
+
+        if first:
+            inputs = find_inputs(self._settings, self._device, advance)
+            for note in inputs.notes:
+                self._progress.note(note)
+        self._hold_ranks()
+        return inputs if first else find_inputs(self._settings, self._device)
+
+    def _hold_ranks(self) -> None:
+        """The first meeting of the ranks: those that a launcher started wait here for rank 0's files."""
+        if torch.distributed.is_torchelastic_launched() and not torch.distributed.is_initialized():
+            cuda = self._device.type == "cuda"
+            torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+        if self._ranks.world > 1:
+            self._ranks.broadcast(None)
+
+    def _start_engine(self, stack: ExitStack) -> Rollout:
+        self._progress.phase("starting the engine")
+        run_id = self._ranks.broadcast(f"weftmoe-{uuid.uuid4().hex[:12]}")
+        self._run_id: str = run_id
+        stops = stop_tokens(self._tokenizer, self._inputs.hf_config, self._inputs.model)
+        rollout = make_rollout(self._settings, self._inputs.model, self._inputs.hf_config, stops, run_id)
+        stack.callback(rollout.close)
+        rollout.start()
+        return rollout
+
+    def _build_trainer(self, stack: ExitStack) -> MegatronGrpo:
+        self._progress.phase("building the trainer")
+        trainer = MegatronGrpo(self._settings, self._inputs.model, self._device, read_weights=self._path is None)
+        stack.callback(trainer.close)
+        return trainer
+
+    def _load(self) -> checkpoint.LoopState:
+        settings = self._settings
+        self._identity = {
+            "variant": settings.variant,
+            "optimizer": settings.optimizer.name,
+            "seed": str(settings.seed),
+            "model": settings.model.name,
+        }
+        if self._path is None:
+            return checkpoint.LoopState(0, {}, Counters(), self._identity)
+        self._progress.phase(f"reading {self._path.name}")
+        return checkpoint.load(self._path, self._trainer, self._identity)
+
+    def _connect(self) -> None:
+        self._progress.phase("planning")
+        self._rollout.connect(self._trainer.plan)
+        self._progress.phase(f"publishing version {self._state.step}")
+        publish_version(self._trainer, self._rollout, self._state.step, self._timers)
+
+    def _make_collector(self, stack: ExitStack) -> Collector:
+        settings, data = self._settings, self._inputs.prompts
+        encoded, left_out = encode_prompts(
+            data,
+            self._tokenizer,
+            longest=settings.data.max_prompt_tokens,
+            enable_thinking=settings.data.enable_thinking,
+        )
+        if left_out:
+            self._progress.note(
+                f"{left_out} prompts are longer than {settings.data.max_prompt_tokens} tokens: left out"
+            )
+        sampler = PromptSampler([one.prompt for one in encoded], seed=settings.seed, shuffle=settings.data.shuffle)
+        if self._state.data:
+            sampler.restore(self._state.data)
+        self._sampler = sampler
+        rewarder = stack.enter_context(Rewarder(workers=settings.reward.workers, seconds=settings.reward.timeout))
+        by_index = {one.prompt.index: one for one in encoded}
+        return Collector(settings, sampler, by_index, self._tokenizer, rewarder)
+
+    def _open_telemetry(self, stack: ExitStack) -> None:
+        settings, fields = self._settings, self._trainer.fields
+        self._shape = ModelShape(
+            layers=fields.layers,
+            hidden=fields.hidden,
+            heads=fields.heads,
+            kv_heads=fields.kv_heads,
+            head_dim=fields.head_dim,
+            experts=fields.experts,
+            top_k=fields.top_k,
+            intermediate=fields.intermediate,
+            vocabulary=fields.vocab,
+        )
+        if not self._ranks.first:
+            return
+        header = RunHeader(
+            run_id=self._run_id,
+            started=datetime.now(UTC).isoformat(timespec="seconds"),
+            variant=settings.variant,
+            seed=settings.seed,
+            model=settings.model.name,
+            resumed_from=self._state.step if self._path is not None else None,
+            rollout=self._rollout.description,
+            device=_device_name(self._device),
+            notes=(*self._rollout.notes, *self._inputs.notes, *_dispatcher_notes(settings)),
+            settings=describe_settings(settings),
+            versions=_versions(),
+        )
+        telemetry = settings.telemetry
+        self._log = stack.enter_context(RunLog(settings.out)) if telemetry.jsonl else None
+        self._sinks = stack.enter_context(
+            open_sinks(
+                settings.out,
+                header,
+                tensorboard=telemetry.tensorboard,
+                wandb=telemetry.wandb,
+                project=telemetry.wandb_project,
+            )
+        )
+        for missing in self._sinks.missing:
+            self._progress.note(missing)
+        if self._log is not None:
+            self._log.write(header)
+
+    # A step.
+
+    def _step(self, step: int) -> StepRecord | None:
+        settings, progress, timers = self._settings, self._progress, self._timers
+        began = time.perf_counter()
+        timers.take()
+        served = self._state.step
+        progress.phase(f"step {step}: rollout", settings.algorithm.prompts * settings.algorithm.completions)
+        collected = self._collect(step)
+        if collected is None:
+            return None
+        self._require_version(collected, served)
+        with timers.phase("drain"):
+            self._rollout.drain()
+            self._rollout.release()
+        away = memory(self._device)
+        with timers.phase("reload"):
+            self._trainer.reload()
+        parts = settings.algorithm.epochs * settings.algorithm.minibatches
+        progress.phase(f"step {step}: training", parts)
+        with timers.phase("train"):
+            after = settings.smoke.enabled or step % _AFTER_EVERY == 0
+            trained = train_step(
+                settings,
+                self._trainer,
+                collected.sequences,
+                step,
+                self._ranks,
+                measure_after=after,
+                advance=progress.advance,
+            )
+        counters = _counters(collected)
+        drawn = self._ranks.broadcast(self._sampler.state())
+        self._state = checkpoint.LoopState(step, drawn, self._state.total.plus(counters), self._identity)
+        self._save_if_due(step)
+        progress.phase(f"step {step}: publishing version {step}")
+        published = publish_version(self._trainer, self._rollout, step, timers)
+        digest = self._fixed_digest(collected)
+        timers.add("total", time.perf_counter() - began)
+        record = self._record(step, served, collected, counters, trained, published, away, digest)
+        if self._ranks.first:
+            if self._log is not None:
+                self._log.write(record)
+            self._sinks.write(record)
+        progress.step(record)
+        return record
+
+    def _collect(self, step: int) -> Collected | None:
+        collected = None
+        if self._ranks.first:
+            collected = self._collector.collect(step, self._rollout, self._timers, self._progress.advance)
+        return self._ranks.broadcast(collected)
+
+    def _require_version(self, collected: Collected, served: int) -> None:
+        if collected.versions != {served}:
+            raise StateError(
+                f"completions came from versions {sorted(collected.versions)}, the engine should serve {served} alone; "
+                "was another publisher at work?"
+            )
+
+    def _save_if_due(self, step: int) -> None:
+        every = self._settings.checkpoint.save
+        if every == "off" or (step % every and step != self._settings.steps):
+            return
+        self._progress.phase(f"step {step}: saving")
+        with self._timers.phase("save"):
+            checkpoint.save(self._settings.out, self._trainer, self._state, self._ranks)
+            if self._ranks.first:
+                checkpoint.delete_old(self._settings.out, self._settings.checkpoint.keep)
+
+    def _fixed_digest(self, collected: Collected) -> str | None:
+        """With learning rate 0 nothing may change: the same tokens are scored after every publish."""
+        if self._settings.optimizer.lr != 0.0:
+            return None
+        if self._fixed is None:
+            self._fixed = FixedTokens(collected)
+        return self._fixed.digest(self._rollout)
+
+    def _record(
+        self,
+        step: int,
+        served: int,
+        collected: Collected,
+        counters: Counters,
+        trained: Trained,
+        published: Published,
+        away: dict[str, int],
+        digest: str | None,
+    ) -> StepRecord:
+        seconds = self._timers.take()
+        rewards, lengths = collected.rewards, collected.completion_lengths
+        mean = math.fsum(rewards) / len(rewards)
+        whole = [len(sequence.tokens) for sequence in collected.sequences]
+        flops = training_flops(self._shape, whole) * self._settings.algorithm.epochs
+        now = memory(self._device)
+        return StepRecord(
+            step=step,
+            epoch=collected.epoch,
+            served_version=served,
+            published_version=published.version,
+            byte_check=published.check,
+            counters=counters,
+            total=self._state.total,
+            reward=mean,
+            reward_std=math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards)),
+            prompt_lengths=turn_lengths(collected.turns),
+            completion_mean=sum(lengths) / len(lengths),
+            completion_longest=max(lengths),
+            cut=collected.cut / len(lengths),
+            before=trained.before.plain(),
+            after=None if trained.after is None else trained.after.plain(),
+            grad_norm=trained.grad_norm,
+            learning_rate=trained.learning_rate,
+            groups_kept=collected.kept,
+            groups_dropped=collected.dropped,
+            rounds=collected.rounds,
+            verdicts=collected.verdicts,
+            seconds={name: round(spent, 6) for name, spent in seconds.items()},
+            publish_ms=dict(published.ms),
+            flops_per_s=flops / seconds["train"],
+            memory=now | ({"offloaded": away["allocated"]} if away else {}),
+            generation=self._trainer.generation,
+            changed_share=self._trainer.changed_share,
+            fixed_logp_sha256=digest,
+        )
+
+
+def _counters(collected: Collected) -> Counters:
+    return Counters(
+        prompt=collected.prompt_tokens,
+        completion=collected.completion_tokens,
+        trained=sum(sequence.trained for sequence in collected.sequences),
+        completions=collected.completions,
+    )
+
+
+def _dispatcher_notes(settings: Settings) -> tuple[str, ...]:
+    """The baseline's own dispatcher is flex; a run that cannot use it says so."""
+    if settings.variant == "baseline" and settings.train.dispatcher != "flex":
+        return (f"the baseline ran with the {settings.train.dispatcher} dispatcher; flex did not run here",)
+    return ()
+
+
+def _rank_of_launch() -> int:
+    """This process's rank before there is a process group."""
+    import os
+
+    return int(os.environ["RANK"]) if torch.distributed.is_torchelastic_launched() else 0
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    commit = _commit(Path(__file__).parents[3])
+    return found if commit is None else found | {"commit": commit}
+
+
+def _commit(root: Path) -> str | None:
+    """The checkout's commit, read from its files; None outside of one."""
+    head = root / ".git" / "HEAD"
+    if not head.is_file():
+        return None
+    text = head.read_text(encoding="utf-8").strip()
+    if not text.startswith("ref: "):
+        return text
+    ref = root / ".git" / text.removeprefix("ref: ")
+    return ref.read_text(encoding="utf-8").strip() if ref.is_file() else None
