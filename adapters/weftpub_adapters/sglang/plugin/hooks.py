@@ -1,0 +1,112 @@
+"""The plugin's entry point, and the places where it meets SGLang.
+
+Doors into a worker, each on all ranks at once:
+
+    init_weights_update_group(backend="weftpub", master_address=FOLDER)   over HTTP and from an Engine
+    collective_rpc("weftpub_start_receiver", directory=FOLDER)            from an Engine
+
+Both only name the folder in which `receivers.json` says what is asked for. Wrapped are also the release and resume of
+memory, which take the weights away, and `continue_generation`, which a worker that may not serve does not obey: its
+requests wait. Without a receiver every hook passes through.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from weftpub.errors import StateError
+from weftpub_adapters.sglang.plugin.checks import HOOKED
+from weftpub_adapters.sglang.plugin.settings import BACKEND
+from weftpub_adapters.sglang.plugin.worker import all_may_serve, start_together, stop_together, worker_of
+from weftpub_adapters.sglang.support import require_supported
+
+__all__ = ["register"]
+
+logger = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Entry point: SGLang calls it in every process of an engine, before anything else is built.
+
+    Raises:
+        ConfigError: this SGLang is not supported. SGLang logs it and goes on without the plugin, which a driver notices
+            when it starts receivers.
+    """
+    require_supported()
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for name, hook in _HOOKS.items():
+        HookRegistry.register(HOOKED[name], hook, HookType.AROUND)
+    Scheduler.weftpub_start_receiver = _rpc_start
+    Scheduler.weftpub_stop_receiver = _rpc_stop
+
+
+def _rpc_start(scheduler: Any, directory: str) -> None:
+    """Scheduler method: start this worker's receiver."""
+    success, message = start_together(scheduler, directory)
+    if not success:
+        raise StateError(message)
+
+
+def _rpc_stop(scheduler: Any) -> None:
+    """Scheduler method: stop this worker's receiver."""
+    success, message = stop_together(scheduler)
+    if not success:
+        raise StateError(message)
+
+
+def _start(original: Callable[..., Any], updater: Any, request: Any) -> Any:
+    if request.backend != BACKEND:
+        return original(updater, request)
+    from sglang.srt.managers.io_struct import InitWeightsUpdateGroupReqOutput
+
+    success, message = start_together(updater.scheduler, request.master_address)
+    return InitWeightsUpdateGroupReqOutput(success=success, message=message)
+
+
+def _stop(original: Callable[..., Any], updater: Any, request: Any) -> Any:
+    worker = worker_of(updater.scheduler)
+    if worker is None or worker.settings.run_id != request.group_name:
+        return original(updater, request)
+    from sglang.srt.managers.io_struct import DestroyWeightsUpdateGroupReqOutput
+
+    success, message = stop_together(updater.scheduler)
+    return DestroyWeightsUpdateGroupReqOutput(success=success, message=message)
+
+
+def _release(original: Callable[..., Any], updater: Any, request: Any) -> Any:
+    worker = worker_of(updater.scheduler)
+    if worker is not None and _concerns_weights(request.tags):
+        worker.await_quiet()
+        worker.live.memory_released()
+    return original(updater, request)
+
+
+def _resume(original: Callable[..., Any], updater: Any, request: Any) -> Any:
+    output = original(updater, request)
+    worker = worker_of(updater.scheduler)
+    if worker is not None and _concerns_weights(request.tags):
+        worker.live.memory_resumed()
+    return output
+
+
+def _continue(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
+    worker = worker_of(scheduler)
+    if worker is None or all_may_serve(scheduler, worker):
+        return original(scheduler, request)
+    logger.warning("weftpub: this engine does not go on, and requests wait: %s", worker.live.why_not())
+    return None
+
+
+def _concerns_weights(tags: list[str] | None) -> bool:
+    return not tags or "weights" in tags
+
+
+_HOOKS: dict[str, Callable[..., Any]] = {
+    "start": _start,
+    "stop": _stop,
+    "release": _release,
+    "resume": _resume,
+    "continue": _continue,
+}

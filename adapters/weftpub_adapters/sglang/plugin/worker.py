@@ -1,0 +1,191 @@
+"""The receiver of one worker: started and stopped on its scheduler's thread, served by a thread of its own.
+
+All workers of an engine start and stop together: each tells the others how it went, over SGLang's own CPU group, and if
+one cannot, none does. The same goes for the question whether requests may go on: ranks that disagreed would wait for
+each other in the middle of a forward pass.
+"""
+
+import json
+import logging
+import threading
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weftpub.errors import ChannelError, ConfigError, StateError, WeftpubError
+from weftpub.receive import Receiver, serve
+from weftpub.version import EngineState
+from weftpub_adapters.sglang.plugin.checks import refuse_unfit
+from weftpub_adapters.sglang.plugin.live import LiveEngine
+from weftpub_adapters.sglang.plugin.settings import ReceiverSettings
+
+__all__ = ["WorkerReceiver", "all_may_serve", "start_together", "stop_together", "worker_of"]
+
+logger = logging.getLogger(__name__)
+
+_ATTRIBUTE = "_weftpub_receiver"
+_REPORT_BYTES = 4096  # of one rank's account of a start or stop
+_THREAD_S = 30.0
+_POLL_S = 0.02
+
+
+class WorkerReceiver:
+    """A receiver and the thread that serves it.
+
+    Args:
+        scheduler: of this worker; called on its thread, while its model's memory is resident.
+        settings: what the driver asked for.
+        directory: of the sockets.
+
+    Raises:
+        WeftpubError: this worker cannot be published to, or its socket cannot be served.
+    """
+
+    def __init__(self, scheduler: Any, settings: ReceiverSettings, directory: str) -> None:
+        refuse_unfit(scheduler)
+        self.settings = settings
+        self.directory = directory
+        self.live = LiveEngine(scheduler, settings)
+        if settings.version is None:
+            _come_to_rest(scheduler)
+        self.receiver = Receiver(self.live, run_id=settings.run_id, version=settings.version, silence=settings.silence)
+        self.address = settings.address(directory, self.live.rank)
+        self._stop = threading.Event()
+        self._ready = threading.Event()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="weftpub receiver", daemon=True)
+
+    @property
+    def running(self) -> bool:
+        """Whether it is served."""
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        """Serve; on return requests are accepted. ChannelError if the socket cannot be used."""
+        self._thread.start()
+        if not self._ready.wait(_THREAD_S):
+            raise ChannelError(f"{self.address}: the receiver did not start within {_THREAD_S:g} s")
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        """Serve no longer; what the weights hold, and whether they may be served, stays as it is."""
+        self._stop.set()
+        self._thread.join(_THREAD_S)
+        if self._thread.is_alive():
+            raise ChannelError(f"{self.address}: the receiver did not stop within {_THREAD_S:g} s; is a copy stuck?")
+
+    def await_quiet(self) -> None:
+        """Return when no bytes are on their way into the weights: their memory must not go from under a copy.
+
+        A publisher that falls silent is given up after `silence` seconds, so this ends.
+        """
+        until = time.monotonic() + self.settings.silence + _THREAD_S
+        while self.running and self.receiver.state.state is EngineState.RECEIVING and time.monotonic() < until:
+            time.sleep(_POLL_S)
+
+    def _run(self) -> None:
+        try:
+            if self.live.device.type == "cuda":
+                torch.cuda.set_device(self.live.device)  # a new thread's current device is the first one
+            with torch.no_grad():
+                serve(self.receiver, self.address, self._stop, ready=lambda _: self._ready.set())
+        except Exception as error:  # kept for whoever starts it; SGLang's log has it in any case
+            self._error = error
+            logger.exception("weftpub: the receiver at %s ended", self.address)
+            self._ready.set()
+
+
+def worker_of(scheduler: Any) -> WorkerReceiver | None:
+    """The receiver of a scheduler, running or stopped; None if there never was one."""
+    return getattr(scheduler, _ATTRIBUTE, None)
+
+
+def start_together(scheduler: Any, directory: str) -> tuple[bool, str]:
+    """Start the receivers of all workers of an engine; called on every worker's scheduler thread at the same step.
+
+    A receiver that runs already for the same run and engine is left as it is, with its state.
+
+    Returns:
+        whether all serve now, and a JSON list of their ranks and addresses, or what kept some of them from it.
+    """
+    before = worker_of(scheduler)
+    report: dict[str, Any]
+    try:
+        worker = _started(scheduler, before, directory)
+        report = {"rank": worker.live.rank, "address": worker.address}
+    except Exception as error:  # told to the driver: SGLang would end the scheduler
+        logger.exception("weftpub: no receiver for %s", directory)
+        worker, report = None, {"error": f"{type(error).__name__}: {error}"[: _REPORT_BYTES // 2]}
+    reports = _gather(scheduler, report)
+    faults = [f"tensor parallel rank {rank}: {one['error']}" for rank, one in enumerate(reports) if "error" in one]
+    if not faults:
+        return True, json.dumps(reports)
+    if worker is not None and worker is not before:
+        worker.stop()
+        _keep(scheduler, before)
+    return False, "; ".join(faults)
+
+
+def stop_together(scheduler: Any) -> tuple[bool, str]:
+    """Stop the receivers of all workers of an engine; called like `start_together`."""
+    worker = worker_of(scheduler)
+    error = ""
+    try:
+        if worker is not None and worker.running:
+            worker.stop()
+    except WeftpubError as fault:
+        error = str(fault)[: _REPORT_BYTES // 2]
+    faults = [one["error"] for one in _gather(scheduler, {"error": error}) if one["error"]]
+    return not faults, "; ".join(faults) or "receivers stopped"
+
+
+def all_may_serve(scheduler: Any, worker: WorkerReceiver) -> bool:
+    """Whether every worker of the engine may compute requests; called on all of them at the same step."""
+    vote = torch.tensor([1 if worker.live.may_serve else 0], dtype=torch.int32)
+    dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=scheduler.weight_updater.tp_cpu_group)
+    return bool(vote.item())
+
+
+def _started(scheduler: Any, before: WorkerReceiver | None, directory: str) -> WorkerReceiver:
+    settings = ReceiverSettings.read(directory)
+    if before is not None and before.running:
+        here = (before.settings.run_id, before.settings.engine, before.settings.first_rank, before.directory)
+        if here == (settings.run_id, settings.engine, settings.first_rank, directory):
+            return before
+        raise StateError(
+            f"a receiver of run {before.settings.run_id!r} runs at {before.address}; stop the receivers of that run "
+            "first (stop_receivers)"
+        )
+    if before is not None and settings.version is not None and not before.live.weights_intact():
+        raise ConfigError(
+            f"the weights hold no committed version ({before.live.why_not()}), so they are not version "
+            f"{settings.version}; start the receivers without a version, and publish"
+        )
+    worker = WorkerReceiver(scheduler, settings, directory)
+    worker.start()
+    _keep(scheduler, worker)
+    return worker
+
+
+def _keep(scheduler: Any, worker: WorkerReceiver | None) -> None:
+    setattr(scheduler, _ATTRIBUTE, worker)
+
+
+def _come_to_rest(scheduler: Any) -> None:
+    """Stop computing with weights that are no published version: requests wait until one is there."""
+    from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+    scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+
+
+def _gather(scheduler: Any, report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every rank's report, as JSON in bytes: what ranks tell each other is not unpickled either."""
+    group = scheduler.weight_updater.tp_cpu_group
+    data = json.dumps(report).encode()[:_REPORT_BYTES].ljust(_REPORT_BYTES)
+    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, mine, group=group)
+    return [json.loads(bytes(one.tolist()).decode()) for one in found]
