@@ -196,6 +196,15 @@ class Publisher:
         finally:
             self._sender.end_publish()
 
+    def release_sources(self) -> None:
+        """Have receivers close memory of this rank that they kept open across publishes (`SourceBuffers.keep`). Call it
+        before such memory is freed, resized or offloaded: what somebody still has mapped is not free.
+
+        Raises:
+            WeftpubError: a receiver that is alive could not be told; do not free the memory.
+        """
+        self._sender.release_sources()
+
     def close(self) -> None:
         """Say goodbye to every receiver and free all memory. May be called twice."""
         if self._closed:

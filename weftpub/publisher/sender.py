@@ -30,10 +30,13 @@ from weftpub.transport import (
 )
 from weftpub.wire import messages as m
 from weftpub.wire.identity import Identity
+from weftpub.wire.offers import Offer
 
 __all__ = ["Sender"]
 
 _PROBE_BYTES = 4096
+
+type _Request = tuple[Callable[..., m.Request], Mapping[str, object]]
 
 
 class Sender:
@@ -67,6 +70,7 @@ class Sender:
         self._version = 0
         self._chosen: dict[PeerLink, tuple[Identity, torch.device, TransportKind]] = {}
         self._compiled: tuple[str, SourceIndex, dict[int, Lane], dict[str, int]] | None = None
+        self._kept: dict[PeerLink, frozenset[str]] = {}
         self._sources: SourceBuffers | None = None
         self._tensors: FlatTensors | None = None
 
@@ -145,14 +149,18 @@ class Sender:
                 kind = self._choose(links[receiver])
                 self._kinds[receiver] = kind
                 routes.append(Route(lane, links[receiver], kind))
+        exports: dict[TransportKind, dict[str, tuple[Offer, int]]] = {}
+        for route in routes:
+            if route.kind not in exports:
+                exports[route.kind] = self._export(route.kind, sources)
+        self._keep_only(routes, exports)
         transfer = Transfer(
             sender=self.rank,
             version=self._version,
             nonce=nonce,
-            sources=sources,
             tensors=tensors,
+            exports=exports,
             pool=self._pool,
-            transports=self._transport,
             seconds=self._deadlines.chunk,
             failed=lambda link, error: self._left_out(failed(link, error)),
             drop=self._drop,
@@ -164,8 +172,49 @@ class Sender:
             self._left_out([route.link for route in routes])
             raise
         finally:
-            self._reasons.update(transfer.reasons)
             self._nbytes, self._chunks = transfer.nbytes, transfer.chunks
+
+    def release_sources(self) -> None:
+        """Have every receiver let go of memory that it kept open for this rank.
+
+        Raises:
+            WeftpubError: a receiver that is alive could not be told.
+        """
+        kept = {link: (m.Drop, {"allocations": sorted(names)}) for link, names in self._kept.items() if names}
+        self._kept.clear()
+        self._drop_all(kept)
+
+    def _export(self, kind: TransportKind, sources: SourceBuffers) -> dict[str, tuple[Offer, int]]:
+        """Buffers that can be shown where they are over this transport; the first reason against one is noted."""
+        exports: dict[str, tuple[Offer, int]] = {}
+        if sources.in_place:
+            transport = self._transport(kind)
+            for name, buffer in sources.buffers.items():
+                try:
+                    exports[name] = transport.export(buffer, sources.keep)
+                except TransportError as error:
+                    self._reasons.setdefault(f"{kind}, in place", str(error))
+        return exports
+
+    def _keep_only(
+        self, routes: Sequence[Route], exports: Mapping[TransportKind, Mapping[str, tuple[Offer, int]]]
+    ) -> None:
+        """Have receivers let go of memory that they kept open and that is not shown any more: it has been replaced, and
+        a mapping would keep the freed one from everybody."""
+        due: dict[PeerLink, _Request] = {}
+        for route in routes:
+            shown = frozenset(offer.allocation for offer, _ in exports[route.kind].values() if offer.keep)
+            gone = self._kept.get(route.link, frozenset()) - shown
+            self._kept[route.link] = shown
+            if gone:
+                due[route.link] = m.Drop, {"allocations": sorted(gone)}
+        self._drop_all(due)
+
+    def _drop_all(self, requests: Mapping[PeerLink, _Request]) -> None:
+        told = {link: request for link, request in requests.items() if link.greeted and not link.ended}
+        _, faults = exchange(told, "drop of memory", self._deadlines.hello)
+        if faults:
+            raise next(iter(faults.values()))
 
     def _left_out(self, links: Sequence[PeerLink]) -> Sequence[PeerLink]:
         """Take back the buffers of receivers that were left out, once they say that they read no more, or are dead."""
@@ -238,14 +287,8 @@ class Sender:
 
     def _drop(self, staged: Staged) -> None:
         """Have every receiver that has a buffer open let go of it, before it is freed."""
-        requests = {
-            link: (m.Drop, {"allocations": [staged.buffer.offer.allocation]})
-            for link in staged.opened
-            if link.greeted and not link.ended
-        }
-        _, faults = exchange(requests, "drop of a buffer", self._deadlines.hello)
-        if faults:
-            raise next(iter(faults.values()))
+        request: _Request = m.Drop, {"allocations": [staged.buffer.offer.allocation]}
+        self._drop_all(dict.fromkeys(staged.opened, request))
 
 
 def replicated(plan: Plan, rank: int) -> list[str]:

@@ -11,12 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from weftpub.channel import Deadline, wait_any
-from weftpub.errors import TransportError, WeftpubError
+from weftpub.errors import WeftpubError
 from weftpub.publisher.lanes import Lane, Parcel
 from weftpub.publisher.peers import PeerLink
-from weftpub.publisher.sources import SourceBuffers
 from weftpub.publisher.staging import Staged, StagingPool
-from weftpub.transport import FlatTensors, SendTransport, TransportKind, wait_for_devices
+from weftpub.transport import FlatTensors, TransportKind, wait_for_devices
 from weftpub.wire import messages as m
 from weftpub.wire.offers import Offer
 
@@ -56,9 +55,10 @@ class Transfer:
     Args:
         sender: this sender rank.
         version, nonce: of the publish.
-        sources: the buffers; `tensors` are their bytes.
+        tensors: the bytes of this rank's buffers.
+        exports: buffers that are shown where they are, per transport: the offer of the allocation that holds each, and
+            its byte offset in it. The others are packed.
         pool: staging buffers.
-        transports: the sender's side of a transport.
         seconds: deadline of each chunk.
         failed: called when a receiver fails; raises to end the transfer, or returns the links that are to be left out
             from then on.
@@ -71,10 +71,9 @@ class Transfer:
         sender: int,
         version: int,
         nonce: str,
-        sources: SourceBuffers,
         tensors: FlatTensors,
+        exports: Mapping[TransportKind, Mapping[str, tuple[Offer, int]]],
         pool: StagingPool,
-        transports: Callable[[TransportKind], SendTransport],
         seconds: float,
         failed: Callable[[PeerLink, WeftpubError], Sequence[PeerLink]],
         drop: Callable[[Staged], None],
@@ -82,17 +81,14 @@ class Transfer:
         self._sender = sender
         self._version = version
         self._nonce = nonce
-        self._sources = sources
         self._tensors = tensors
         self._pool = pool
-        self._transports = transports
         self._seconds = seconds
         self._failed = failed
         self._drop = drop
-        self._exports: dict[TransportKind, dict[str, tuple[Offer, int]]] = {}
+        self._exports = exports
         self.nbytes = 0
         self.chunks = 0
-        self.reasons: dict[str, str] = {}
 
     def run(self, routes: Sequence[Route]) -> None:
         """Send everything; on return every receiver has copied and released all of it, or was left out."""
@@ -115,25 +111,10 @@ class Transfer:
                     queue.remove(link)
 
     def _start(self, route: Route) -> _Progress:
-        in_place = self._showable(route.kind)
-        parcels = route.lane.parcels(self._sender, in_place)
+        parcels = route.lane.parcels(self._sender, frozenset(self._exports.get(route.kind, {})))
         return _Progress(
             route, parcels, Deadline(route.link.label, f"chunks of version {self._version}", self._seconds)
         )
-
-    def _showable(self, kind: TransportKind) -> frozenset[str]:
-        """Buffers that can be shown where they are over this transport; the first reason against one is noted."""
-        if not self._sources.in_place:
-            return frozenset()
-        if kind not in self._exports:
-            exports: dict[str, tuple[Offer, int]] = {}
-            for name, buffer in self._sources.buffers.items():
-                try:
-                    exports[name] = self._transports(kind).export(buffer, self._sources.keep)
-                except TransportError as error:
-                    self.reasons.setdefault(f"{kind}, in place", str(error))
-            self._exports[kind] = exports
-        return frozenset(self._exports[kind])
 
     def _post_round(self, queue: "deque[PeerLink]", progress: dict[PeerLink, _Progress]) -> bool:
         """Post one chunk to every receiver that can take one; whether any was posted."""

@@ -56,6 +56,7 @@ class CudaIpcSend:
         self._buffers: dict[str, int] = {}
         self._handles: dict[str, bytes] = {}
         self._exports: dict[int, tuple[tuple[int, bool], CudaIpcOffer, int]] = {}
+        self._shown: set[int] = set()
 
     def allocate(self, nbytes: int) -> SendBuffer:
         """Allocate a packed buffer on the device."""
@@ -71,6 +72,7 @@ class CudaIpcSend:
                 f"a tensor on {tensor.device} cannot be exported from cuda:{self._index}; it is packed instead"
             )
         address = tensor.data_ptr()
+        self._shown.add(address)
         known = self._exports.get(address)
         if known is not None and known[0] == (cuda_driver.buffer_id(self._index, address), keep):
             return known[1], known[2]
@@ -94,7 +96,12 @@ class CudaIpcSend:
             cuda_driver.free(self._index, address)
 
     def end_publish(self) -> None:
-        """Nothing to do: exports hold no memory."""
+        """Forget what this publish did not show."""
+        for address in self._exports.keys() - self._shown:
+            del self._exports[address]
+        named = {offer.allocation for _, offer, _ in self._exports.values()}
+        self._handles = {name: h for name, h in self._handles.items() if name in named or name in self._buffers}
+        self._shown.clear()
 
     def close(self) -> None:
         """Free all packed buffers."""
