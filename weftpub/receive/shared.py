@@ -1,0 +1,93 @@
+"""An engine whose experts lie in memory that the trainer maps too: any `EngineSide`, with the allocation's header asked
+and told at every step of the protocol.
+
+    pause          the engine stops, then the header says so: the trainer may write
+    weights_intact asks the header as well: a generation that is being written, or was left half-written by a trainer
+                   that died, is no version
+    post_process   before verification: reading is admitted
+    commit         the sealed generation becomes the version that may be served
+    resume         the header allows it, or the engine stays paused
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from weftpub.memory import SharedAllocation, SharedState
+from weftpub.plan.coincide import SETTINGS_KEY
+from weftpub.receive.engine import EngineSide
+from weftpub.wire.description import EngineDescription
+from weftpub.wire.identity import local_identity
+
+__all__ = ["SharedEngineSide"]
+
+
+class SharedEngineSide:
+    """Implements `EngineSide` around another one.
+
+    Args:
+        engine: the engine rank; its live tensors lie in `memory` as far as they are shared.
+        memory: what this process has joined.
+    """
+
+    def __init__(self, engine: EngineSide, memory: SharedAllocation) -> None:
+        self.engine = engine
+        self.memory = memory
+
+    def describe(self) -> EngineDescription:
+        """The engine's own words, and where its parameters lie in shared memory."""
+        description = self.engine.describe()
+        places: dict[str, Any] = {}
+        for name, tensor in self.engine.live_tensors().items():
+            offset = self.memory.offset_of(tensor)
+            if offset is not None:
+                places[name] = [self.memory.id, offset]
+        return description.model_copy(update={"settings": {**description.settings, SETTINGS_KEY: places}})
+
+    def live_tensors(self) -> Mapping[str, torch.Tensor]:
+        """See `EngineSide`."""
+        return self.engine.live_tensors()
+
+    def weights_intact(self) -> bool:
+        """Whether the engine's own weights and the shared bytes both hold the committed version."""
+        return self.engine.weights_intact() and self.memory.standing().servable
+
+    def why_not(self) -> str | None:
+        """Why the shared bytes must not be served, None if they may be."""
+        return self.memory.standing().obstacle(local_identity())
+
+    def pause(self) -> None:
+        """See `EngineSide`; then the trainer may write."""
+        self.engine.pause()
+        self.memory.stop_serving()
+
+    def resume(self) -> None:
+        """See `EngineSide`; TornError, and the engine stays paused, if the shared bytes are of no committed version."""
+        self.memory.start_serving()
+        try:
+            self.engine.resume()
+        except BaseException:
+            self.memory.stop_serving()
+            raise
+
+    def post_process(self) -> None:
+        """See `EngineSide`; what follows reads the bytes."""
+        self.memory.admit_reading()
+        self.engine.post_process()
+
+    def commit(self, version: int) -> None:
+        """See `EngineSide`; the header learns which version the bytes are.
+
+        Where no living trainer keeps its store in this memory, the bytes came by copy, and this engine seals them.
+        """
+        if self.memory.standing().state is not SharedState.SEALED:
+            self.memory.begin(version, recover=True)
+            self.memory.seal()
+        self.memory.commit(version)
+        self.engine.commit(version)
+
+    def fence(self, reason: str) -> None:
+        """See `EngineSide`."""
+        self.engine.fence(reason)
+        self.memory.stop_serving()
