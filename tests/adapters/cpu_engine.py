@@ -1,7 +1,7 @@
 """A whole SGLang engine on a CPU: what its control plane needs where there is no GPU.
 
-SGLang's own CPU backend repacks weights for its kernels, so it stays off; then two CUDA-only corners are in the way of a
-CPU device, and an engine's processes replace them through a plugin of their own (`register`).
+SGLang's own CPU backend repacks weights for its kernels, so it stays off; then two CUDA-only corners are in the way of
+a CPU device, and an engine's processes replace them through a plugin of their own (`register`).
 """
 
 import sys

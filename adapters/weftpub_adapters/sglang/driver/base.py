@@ -14,7 +14,7 @@ from weftpub.errors import ChannelError, ConfigError
 from weftpub.publisher import Peer, Publisher
 from weftpub_adapters.sglang.driver.handle import MODES, Completion, DriverDeadlines, Mode
 from weftpub_adapters.sglang.driver.loop import LoopThread
-from weftpub_adapters.sglang.driver.requests import RequestDesk
+from weftpub_adapters.sglang.driver.requests import Ask, RequestDesk
 from weftpub_adapters.sglang.plugin.settings import ReceiverSettings
 from weftpub_adapters.sglang.support import require_version
 
@@ -79,11 +79,17 @@ class BaseEngine(ABC):
         sampling: Mapping[str, Any] | Sequence[Mapping[str, Any]],
         *,
         logprobs: bool = False,
+        score_from: Sequence[int] | None = None,
         seconds: float = 3600.0,
     ) -> list[Completion]:
         """See `EngineHandle`."""
         return self._desk.generate(
-            prompts, sampling, logprobs=logprobs, seconds=seconds, require_alive=self._require_alive
+            prompts,
+            sampling,
+            logprobs=logprobs,
+            score_from=score_from,
+            seconds=seconds,
+            require_alive=self._require_alive,
         )
 
     @property
@@ -187,9 +193,7 @@ class BaseEngine(ABC):
         """ChannelError if the engine is known to have ended."""
 
     @abstractmethod
-    async def _send(
-        self, request: str, prompt: list[int], sampling: Mapping[str, Any], logprobs: bool
-    ) -> Mapping[str, Any]: ...
+    async def _send(self, request: str, ask: Ask) -> Mapping[str, Any]: ...
 
     @abstractmethod
     async def _cancel(self, request: str) -> None: ...

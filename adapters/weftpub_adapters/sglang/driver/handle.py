@@ -65,6 +65,7 @@ class Completion:
         text: as the engine decoded it; "" if it serves tokens only.
         finish: why it ended: "stop", "length", or "abort" for a request that was taken back unfinished.
         logprobs: of each output token, if asked for, else empty.
+        scores: log-probabilities of the prompt's own tokens from `score_from` on, if asked for, else empty.
         versions: which weights made which tokens, in order, without gaps.
         attempts: how often it was begun; more than 1 after a `restart`.
         meta: the engine's own account of it.
@@ -74,6 +75,7 @@ class Completion:
     text: str
     finish: str
     logprobs: tuple[float, ...]
+    scores: tuple[float, ...]
     versions: tuple[VersionSpan, ...]
     attempts: int
     meta: Mapping[str, Any]
@@ -119,6 +121,7 @@ class EngineHandle(Protocol):
         sampling: Mapping[str, Any] | Sequence[Mapping[str, Any]],
         *,
         logprobs: bool = False,
+        score_from: Sequence[int] | None = None,
         seconds: float = 3600.0,
     ) -> list[Completion]:
         """Answer prompts (token ids); returns when all are answered. Requests made while the engine is held wait.
@@ -126,6 +129,7 @@ class EngineHandle(Protocol):
         Args:
             sampling: SGLang's sampling parameters, for all or one per prompt.
             logprobs: with the log-probability of each output token.
+            score_from: for each prompt the position, 1 or later, from which on its own tokens are scored.
             seconds: for all of it, pauses included.
         """
         ...

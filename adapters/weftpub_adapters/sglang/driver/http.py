@@ -11,6 +11,7 @@ from weftpub.errors import ChannelError
 from weftpub_adapters.sglang.driver.base import BaseEngine
 from weftpub_adapters.sglang.driver.handle import DriverDeadlines
 from weftpub_adapters.sglang.driver.loop import LoopThread
+from weftpub_adapters.sglang.driver.requests import Ask
 from weftpub_adapters.sglang.plugin.settings import BACKEND
 
 __all__ = ["HttpEngine"]
@@ -63,11 +64,8 @@ class HttpEngine(BaseEngine):
     def _require_alive(self) -> None:
         """A server that has ended refuses connections, which ends every wait by itself."""
 
-    async def _send(
-        self, request: str, prompt: list[int], sampling: Mapping[str, Any], logprobs: bool
-    ) -> Mapping[str, Any]:
-        body = {"rid": request, "input_ids": prompt, "sampling_params": dict(sampling), "return_logprob": logprobs}
-        return await self._post("generate", body)
+    async def _send(self, request: str, ask: Ask) -> Mapping[str, Any]:
+        return await self._post("generate", {**ask.fields(), "rid": request})
 
     async def _cancel(self, request: str) -> None:
         await self._post("abort_request", {"rid": request})

@@ -18,6 +18,7 @@ from weftpub.errors import ChannelError
 from weftpub_adapters.sglang.driver.base import BaseEngine
 from weftpub_adapters.sglang.driver.handle import DriverDeadlines
 from weftpub_adapters.sglang.driver.loop import LoopThread
+from weftpub_adapters.sglang.driver.requests import Ask
 from weftpub_adapters.sglang.plugin.settings import BACKEND
 from weftpub_adapters.sglang.support import require_supported
 
@@ -93,13 +94,9 @@ class LocalEngine(BaseEngine):
                 f"{self.where}: its worker processes {ended} have ended; shut the handle down and start the engine anew"
             )
 
-    async def _send(
-        self, request: str, prompt: list[int], sampling: Mapping[str, Any], logprobs: bool
-    ) -> Mapping[str, Any]:
+    async def _send(self, request: str, ask: Ask) -> Mapping[str, Any]:
         try:
-            return await self._engine.async_generate(
-                input_ids=prompt, sampling_params=dict(sampling), return_logprob=logprobs, rid=request
-            )
+            return await self._engine.async_generate(**ask.fields(), rid=request)
         except ValueError as error:
             raise ChannelError(f"{self.where}: refused a request: {error}") from error
 

@@ -9,15 +9,45 @@ server are theirs to repeat.
 import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from weftpub.errors import ChannelError, ConfigError
 from weftpub_adapters.sglang.driver.handle import Completion, VersionSpan
 from weftpub_adapters.sglang.driver.loop import LoopThread
 
-__all__ = ["RequestDesk", "completion_of"]
+__all__ = ["Ask", "RequestDesk", "completion_of"]
 
-type Send = Callable[[str, list[int], Mapping[str, Any], bool], Awaitable[Mapping[str, Any]]]
+
+@dataclass(frozen=True)
+class Ask:
+    """One request.
+
+    Attributes:
+        prompt: token ids.
+        sampling: SGLang's sampling parameters.
+        logprobs: with log-probabilities of output tokens.
+        score_from: position from which on the prompt's own tokens are scored; 0 for not at all.
+    """
+
+    prompt: list[int]
+    sampling: Mapping[str, Any]
+    logprobs: bool
+    score_from: int = 0
+
+    def fields(self) -> dict[str, Any]:
+        """As SGLang's engine and server name them."""
+        named: dict[str, Any] = {
+            "input_ids": self.prompt,
+            "sampling_params": dict(self.sampling),
+            "return_logprob": self.logprobs or self.score_from > 0,
+        }
+        if self.score_from:
+            named["logprob_start_len"] = self.score_from - 1  # the entry of the first token is empty
+        return named
+
+
+type Send = Callable[[str, "Ask"], Awaitable[Mapping[str, Any]]]
 type Cancel = Callable[[str], Awaitable[None]]
 _AGAIN_S = 0.5  # an engine ignores the abort of a request that has not reached it yet
 
@@ -49,6 +79,7 @@ class RequestDesk:
         sampling: Mapping[str, Any] | Sequence[Mapping[str, Any]],
         *,
         logprobs: bool,
+        score_from: Sequence[int] | None,
         seconds: float,
         require_alive: Callable[[], None],
     ) -> list[Completion]:
@@ -56,15 +87,22 @@ class RequestDesk:
         each = [sampling] * len(prompts) if isinstance(sampling, Mapping) else list(sampling)
         if len(each) != len(prompts):
             raise ConfigError(f"{len(prompts)} prompts came with {len(each)} sets of sampling parameters")
+        starts = [0] * len(prompts) if score_from is None else list(score_from)
         if any(not prompt for prompt in prompts):
             raise ConfigError("a prompt has no token; every request needs at least one")
+        ends = [len(prompt) for prompt in prompts]
+        if len(starts) != len(prompts) or (
+            score_from is not None and not all(0 < s < n for s, n in zip(starts, ends, strict=True))
+        ):
+            raise ConfigError(f"score_from {starts}: expected for each prompt a position inside it, 1 or later")
+        asks = [
+            Ask(list(prompt), parameters, logprobs, start)
+            for prompt, parameters, start in zip(prompts, each, starts, strict=True)
+        ]
 
         async def all_of_them() -> list[Completion]:
             async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(self._serve(list(prompt), parameters, logprobs))
-                    for prompt, parameters in zip(prompts, each, strict=True)
-                ]
+                tasks = [group.create_task(self._serve(ask)) for ask in asks]
             return [task.result() for task in tasks]
 
         try:
@@ -114,7 +152,7 @@ class RequestDesk:
                 except TimeoutError:
                     continue
 
-    async def _serve(self, prompt: list[int], sampling: Mapping[str, Any], logprobs: bool) -> Completion:
+    async def _serve(self, ask: Ask) -> Completion:
         attempts = 0
         while True:
             await self._open.wait()
@@ -122,7 +160,7 @@ class RequestDesk:
             request = f"weftpub-{uuid.uuid4().hex}"
             self._running.add(request)
             try:
-                answer = await self._send(request, prompt, sampling, logprobs)
+                answer = await self._send(request, ask)
             except asyncio.CancelledError:
                 self._loop.post(lambda rid=request: asyncio.ensure_future(self._cancel(rid)))
                 raise
@@ -131,12 +169,12 @@ class RequestDesk:
                 recalled = request in self._recalled
                 self._recalled.discard(request)
                 self._changed.set()
-            completion = completion_of(answer, attempts)
+            completion = completion_of(answer, attempts, ask)
             if not (recalled and completion.finish == "abort"):
                 return completion
 
 
-def completion_of(answer: Mapping[str, Any], attempts: int = 1) -> Completion:
+def completion_of(answer: Mapping[str, Any], attempts: int = 1, ask: Ask | None = None) -> Completion:
     """An SGLang answer as plain data; ChannelError if it is none."""
     meta = answer.get("meta_info")
     if not isinstance(meta, Mapping) or not isinstance(meta.get("finish_reason"), Mapping):
@@ -148,7 +186,17 @@ def completion_of(answer: Mapping[str, Any], attempts: int = 1) -> Completion:
         text=str(answer.get("text") or ""),
         finish=str(meta["finish_reason"].get("type", "")),
         logprobs=tuple(float(entry[0]) for entry in meta.get("output_token_logprobs") or ()),
+        scores=() if ask is None or not ask.score_from else _scores(meta, ask),
         versions=tuple(VersionSpan(str(s["version"]), int(s["start"]), int(s["end"])) for s in spans),
         attempts=attempts,
         meta=dict(meta),
     )
+
+
+def _scores(meta: Mapping[str, Any], ask: Ask) -> tuple[float, ...]:
+    """Log-probabilities of the prompt's tokens from `score_from` on; ChannelError if there is not one for each."""
+    found = [entry[0] for entry in meta.get("input_token_logprobs") or ()][1:]
+    wanted = len(ask.prompt) - ask.score_from
+    if len(found) != wanted or any(value is None for value in found):
+        raise ChannelError(f"expected {wanted} scores of the prompt's tokens, found {len(found)}")
+    return tuple(map(float, found))
