@@ -1,7 +1,6 @@
-"""The trainer's entry: `python -m weftmoe.train SETTINGS.yaml`, one process per rank.
+"""The trainer of a run, one process per rank: `main(settings)`, or `python -m weftmoe.train SETTINGS.yaml`.
 
-`run.sh` and `weftmoe.launch` resolve the settings, set each role's environment and start this with torchrun. Exit
-codes: 0 all steps done, 1 an error of the run, 2 wrong usage.
+`run.sh` and `weftmoe.launch` resolve the settings, set each role's environment and start the ranks with torchrun.
 """
 
 import sys
@@ -12,30 +11,36 @@ from weftmoe.schema import Settings
 __all__ = ["main"]
 
 
-def main(settings: Settings) -> int:
-    """Train as the settings say; the exit code."""
+def main(settings: Settings) -> None:
+    """Train as the settings say, and print one last line.
+
+    Raises:
+        WeftpubError: what failed, and what to do about it.
+    """
+    # Loads torch, Megatron and the engine's adapter; whoever imports this module may still want to set things up.
     from weftmoe.loop.run import run
+
+    result = run(settings)
+    if result.first:
+        reward = "" if result.reward is None else f" reward={result.reward:.3f}"
+        print(f"WEFTMOE OK steps={result.steps} version={result.version}{reward}", flush=True)
+
+
+def _command() -> int:
+    from weftmoe.settings import read
     from weftpub.errors import WeftpubError
 
+    if len(sys.argv) != 2:
+        print(__doc__, file=sys.stderr)
+        return 2
     try:
-        result = run(settings)
+        main(read(Path(sys.argv[1])))
     except WeftpubError as error:
         print(f"weftmoe: {type(error).__name__}: {error}", file=sys.stderr)
         for note in getattr(error, "__notes__", ()):
             print(f"  {note}", file=sys.stderr)
         return 1
-    reward = "" if result.reward is None else f" reward={result.reward:.3f}"
-    print(f"WEFTMOE OK steps={result.steps} version={result.version}{reward}")
     return 0
-
-
-def _command() -> int:
-    from weftmoe.settings import read
-
-    if len(sys.argv) != 2:
-        print(__doc__, file=sys.stderr)
-        return 2
-    return main(read(Path(sys.argv[1])))
 
 
 if __name__ == "__main__":

@@ -63,12 +63,14 @@ class RunResult:
         version: what the engine serves.
         resumed_from: step of the checkpoint that this start went on from; None for a fresh one.
         reward: mean task reward of the last step; None if no step was made.
+        first: whether this is rank 0.
     """
 
     steps: int
     version: int
     resumed_from: int | None
     reward: float | None
+    first: bool
 
 
 def run(settings: Settings) -> RunResult:
@@ -113,7 +115,8 @@ class _Run:
             if last is None:
                 self._progress.note("the data's epochs have ended")
                 break
-        return RunResult(self._state.step, self._state.step, resumed, None if last is None else last.reward)
+        reward = None if last is None else last.reward
+        return RunResult(self._state.step, self._state.step, resumed, reward, self._ranks.first)
 
     # The start.
 

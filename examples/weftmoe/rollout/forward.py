@@ -187,10 +187,10 @@ def _rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.
 
 def _dequantized(experts: Any, name: str) -> torch.Tensor:
     """All experts' weights in FP32; FP8 ones as SGLang dequantizes them, which rounds to BF16."""
-    from sglang.srt.layers.quantization.fp8_utils import block_quant_dequant
-
     weight = getattr(experts, f"{name}_weight").data
     if weight.dtype == torch.float8_e4m3fn:
+        from sglang.srt.layers.quantization.fp8_utils import block_quant_dequant
+
         scale = getattr(experts, f"{name}_weight_scale_inv").data
         weight = block_quant_dequant(weight, scale, _BLOCK, torch.bfloat16)
     return weight.float()

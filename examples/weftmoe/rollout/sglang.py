@@ -1,0 +1,315 @@
+"""`SglangRollout`: a colocated SGLang engine, driven through `weftpub_adapters.sglang.driver`.
+
+Rank 0 starts it, sends requests and makes the control calls; every rank publishes its own tensors. With weftpub the
+engine starts without weights, and serves nothing before the first publish. The native path (baseline) starts it from
+the checkpoint and uses SGLang's own update from tensors.
+"""
+
+import json
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weftmoe.env import role_environment
+from weftmoe.loop.ranks import Ranks
+from weftmoe.rollout.base import PlanFor, Published, Request, Sample, Span
+from weftmoe.rollout.checks import byte_check
+from weftmoe.rollout.engine import ScoringEngine, process_environment
+from weftmoe.schema import Settings
+from weftmoe.telemetry.record import ByteCheck
+from weftpub.channel import Deadlines
+from weftpub.errors import ConfigError, StateError
+from weftpub.publisher import Publisher, RankGroup, SoloGroup, TorchGroup
+from weftpub_adapters.sglang.build import quantization_config
+from weftpub_adapters.sglang.driver import ColocatedEngine, DriverDeadlines
+
+__all__ = ["SglangRollout", "engine_arguments", "engine_directory"]
+
+_ENGINE = "sglang"
+_TAGS = ("kv_cache", "weights")
+_LINKED = ("*.json", "*.jinja", "*.txt", "*.model")
+
+
+class SglangRollout:
+    """Implements `weftmoe.rollout.Rollout`.
+
+    Args:
+        settings: the run's.
+        model: checkpoint directory.
+        hf_config: its config.json.
+        stops: tokens that end a completion.
+        run_id: of this start.
+        work: for the commit record and the engine's view of the model.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        model: Path,
+        hf_config: Mapping[str, Any],
+        stops: tuple[int, ...],
+        run_id: str,
+        work: Path,
+    ) -> None:
+        if settings.cluster.nodes > 1 or settings.rollout.engines > 1:
+            raise ConfigError(
+                f"cluster.nodes={settings.cluster.nodes}, rollout.engines={settings.rollout.engines}: this loop starts "
+                "one engine on one machine; set both to 1"
+            )
+        if settings.publish.experts == "shared":
+            raise ConfigError("publish.experts='shared' is not wired into this loop; set it to 'copy'")
+        self._settings, self._model, self._hf_config = settings, model, hf_config
+        self._stops, self._run_id, self._work = stops, run_id, work
+        self._ranks = Ranks()
+        self._stack = ExitStack()
+        self._handle: ScoringEngine | None = None
+        self._engine: ColocatedEngine | None = None
+        self._publisher: Publisher | None = None
+        self._descriptions: list[Any] = []
+        self._away = False
+        self._version = -1
+
+    @property
+    def _native(self) -> bool:
+        return self._settings.publish.path == "native"
+
+    @property
+    def description(self) -> str:
+        form = "fp8" if self._settings.variant == "fp8" else "bf16"
+        rollout = self._settings.rollout
+        return f"SGLang, tp {rollout.tensor} dp {rollout.data} ep {rollout.expert}, {form} experts"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        if self._native:
+            return ("weights went to the engine by SGLang's own update from tensors; nothing checked their bytes",)
+        return ()
+
+    def start(self) -> None:
+        """Start the engine; with weftpub its receivers too. It is at rest, and its memory released, on return."""
+        self._work.mkdir(parents=True, exist_ok=True)
+        if self._ranks.first:
+            directory = self._model if self._native else engine_directory(self._work, self._model, self._settings)
+            arguments = engine_arguments(self._settings, directory)
+            with process_environment(role_environment(self._settings, "engine")):
+                self._handle = ScoringEngine.start(name=_ENGINE, deadlines=self._deadlines(), **arguments)
+            self._stack.callback(self._handle.shutdown)
+        if not self._native:
+            self._start_publisher()
+        self.drain()
+        if self._publisher is not None:
+            self._descriptions = self._publisher.describe()
+        self.release()
+
+    def connect(self, plan_for: PlanFor) -> None:
+        """Plan from what the engine said about itself before its memory was released."""
+        if self._publisher is not None:
+            self._publisher.set_plan(plan_for(self._descriptions))
+
+    def generate(self, requests: Sequence[Request]) -> list[Sample]:
+        handle = self._required()
+        answers = handle.generate(
+            [request.tokens for request in requests],
+            [self._sampling(request) for request in requests],
+            logprobs=True,
+            seconds=self._settings.rollout.generate_timeout,
+        )
+        samples = []
+        for number, answer in enumerate(answers):
+            if answer.finish not in ("stop", "length"):
+                raise StateError(f"request {number} of {len(requests)} ended with {answer.finish!r}: {answer.meta}")
+            spans = tuple(Span(self._number(s.version), s.start, s.end) for s in answer.versions if s.end > s.start)
+            finish: Any = answer.finish
+            samples.append(Sample(answer.tokens, answer.logprobs, finish, spans))
+        return samples
+
+    def score(self, sequences: Sequence[tuple[tuple[int, ...], int]]) -> list[tuple[float, ...]]:
+        scored = None
+        if self._ranks.first:
+            scored = self._required().score(sequences, self._settings.rollout.generate_timeout)
+        found: list[tuple[float, ...]] = self._ranks.broadcast(scored)
+        return found
+
+    def drain(self) -> None:
+        mode = self._settings.rollout.drain
+        if self._engine is not None:
+            self._engine.drain(mode)
+        elif self._handle is not None:
+            self._handle.pause(mode)
+            if not self._handle.flush():
+                raise StateError("SGLang's cache cannot be flushed; requests still hold it")
+
+    def release(self) -> None:
+        if self._engine is not None:
+            self._engine.release(_TAGS)
+        elif self._handle is not None:
+            self._handle.release(_TAGS)
+        self._away = True
+
+    def publish(
+        self, version: int, sources: Mapping[str, torch.Tensor], checksums: Mapping[str, int] | None
+    ) -> Published:
+        _return_cached_memory()
+        began = time.perf_counter()
+        if self._engine is None:
+            return self._publish_native(version, sources, began)
+        report = self._engine.publish(
+            version,
+            sources,
+            checksums,
+            verify_sha256=self._settings.publish.verify_sha256,
+            allow_rollback=True,  # a resumed run begins again at its checkpoint's version
+        )
+        self._version = version
+        calls = {f"engine_{name}": spent for name, spent in self._engine.ms.items()}
+        return Published(version, {**report.ms, **calls}, byte_check(report))
+
+    def resume(self) -> None:
+        _return_cached_memory()
+        if self._engine is not None:
+            self._engine.resume()
+        elif self._handle is not None and self._away:
+            self._handle.resume(["kv_cache"])
+        self._away = False
+
+    def continue_(self) -> None:
+        if self._engine is not None:
+            self._engine.continue_()
+        elif self._handle is not None:
+            self._handle.continue_()
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def _start_publisher(self) -> None:
+        folder = None
+        peers: Any = None
+        if self._handle is not None:
+            folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="weftmoe-"))
+            peers = self._handle.start_receivers(self._run_id, folder)
+        peers = self._ranks.broadcast(peers)
+        publish = self._settings.publish
+        group: RankGroup = SoloGroup() if self._ranks.world == 1 else TorchGroup(run_id=self._run_id)
+        publisher = Publisher(
+            self._run_id,
+            None,
+            peers,
+            commit_path=self._work / f"committed-{self._run_id}.json",
+            group=group,
+            deadlines=Deadlines.all(publish.deadline),
+            max_staging_bytes=publish.staging_mib << 20,
+        )
+        self._publisher = self._stack.enter_context(publisher)
+        self._engine = ColocatedEngine(self._handle, publisher, group=group, deadlines=self._deadlines())
+
+    def _publish_native(self, version: int, sources: Mapping[str, torch.Tensor], began: float) -> Published:
+        if self._handle is not None:
+            if self._away:
+                self._handle.resume(["weights"])
+            bucket = self._settings.publish.bucket_mib << 20
+            self._handle.load_tensors(sources.items(), bucket=bucket, seconds=self._settings.publish.deadline)
+            self._handle.set_weight_version(str(version))
+        self._version = version
+        spent = {"total": (time.perf_counter() - began) * 1e3}
+        return Published(version, spent, ByteCheck(method="none"))
+
+    def _sampling(self, request: Request) -> dict[str, Any]:
+        """Everything is said: the model's generation_config.json must not change the distribution."""
+        chosen = self._settings.rollout.sampling
+        parameters: dict[str, Any] = {
+            "temperature": chosen.temperature,
+            "top_p": chosen.top_p,
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "max_new_tokens": request.limit,
+            "stop_token_ids": list(self._stops),
+        }
+        if chosen.stop:
+            parameters["stop"] = list(chosen.stop)
+        if self._settings.train.deterministic:
+            parameters["sampling_seed"] = request.seed % 2**31
+        return parameters
+
+    def _number(self, version: str) -> int:
+        if not version.isdigit():
+            raise StateError(f"the engine answered from weights of version {version!r}, which no publish gave it")
+        return int(version)
+
+    def _deadlines(self) -> DriverDeadlines:
+        rollout, publish = self._settings.rollout, self._settings.publish
+        return DriverDeadlines(
+            start=rollout.ready_timeout,
+            drain=rollout.generate_timeout,
+            release=publish.deadline,
+            resume=publish.deadline,
+        )
+
+    def _required(self) -> ScoringEngine:
+        if self._handle is None:
+            raise StateError("only rank 0 has the engine, once it is started")
+        return self._handle
+
+
+def engine_directory(work: Path, model: Path, settings: Settings) -> Path:
+    """The model as the engine is to see it: its configuration and tokenizer, no weights, and for FP8 experts the
+    scheme that leaves every other linear in BF16.
+    """
+    view = work / "model"
+    view.mkdir(parents=True, exist_ok=True)
+    for pattern in _LINKED:
+        for path in model.glob(pattern):
+            target = view / path.name
+            if not path.name.endswith(".index.json") and path.name != "config.json":
+                target.write_bytes(path.read_bytes())
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    if settings.variant == "fp8":
+        config["quantization_config"] = quantization_config(config["num_hidden_layers"])
+    (view / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    return view
+
+
+def engine_arguments(settings: Settings, directory: Path) -> dict[str, Any]:
+    """Arguments of `sglang.Engine`."""
+    rollout, native = settings.rollout, settings.publish.path == "native"
+    arguments: dict[str, Any] = {
+        "model_path": str(directory),
+        "load_format": "auto" if native else "dummy",  # with weftpub the first publish brings the weights
+        "dtype": "bfloat16",
+        "skip_tokenizer_init": not rollout.sampling.stop,
+        "tp_size": rollout.tensor,
+        "ep_size": rollout.expert,
+        "moe_runner_backend": rollout.moe_runner,
+        "fp8_gemm_runner_backend": rollout.fp8_gemm_runner,
+        "context_length": settings.length.context,
+        "max_running_requests": rollout.max_running,
+        "mem_fraction_static": rollout.memory_fraction,
+        "disable_radix_cache": not rollout.radix_cache,
+        "enable_memory_saver": True,
+        "sampling_backend": "pytorch",
+        "sampling_defaults": "openai",
+        "grammar_backend": "none",
+        "random_seed": settings.seed,
+        "log_level": "error",
+        "cuda_graph_max_bs": rollout.cuda_graph_max_batch,
+    }
+    if rollout.moe_a2a != "none":
+        arguments["moe_a2a_backend"] = rollout.moe_a2a
+    if rollout.dp_attention:
+        arguments |= {"enable_dp_attention": True, "dp_size": rollout.data}
+    if rollout.attention_backend is not None:
+        arguments["attention_backend"] = rollout.attention_backend
+    if not rollout.cuda_graph:
+        arguments["disable_cuda_graph"] = True
+    return arguments
+
+
+def _return_cached_memory() -> None:
+    """Give torch's cached blocks back to the GPU: the engine in the other process needs real memory."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
