@@ -5,7 +5,8 @@ Two name spaces, both Hugging Face style, one expert and one projection a tensor
 
 * canonical names, which publisher, plan and engine use; they are AWEX's,
   ``model.layers.L.mlp.experts.E.{gate,up,down}_proj.weight`` for every family, with ``.weight_scale_inv`` for the
-  dequant scale (value = code x scale);
+  dequant scale (value = code x scale). Where a checkpoint fuses tensors that engines split each by itself (the input
+  projection and the convolution of a gated delta net), the parts travel under names of their own;
 * checkpoint names, which stand in a safetensors directory; multimodal families keep their language model one level
   deeper.
 
@@ -75,6 +76,7 @@ class ModelFamily:
         parts: per projection, the Hugging Face names of its row ranges, top to bottom.
         stacked: per projection, the name of the one 3-D tensor ``[experts, rows, columns]`` that BF16 checkpoints of
             some releases hold instead.
+        joined: name of a checkpoint's tensor inside a layer to the canonical parts that it consists of, top to bottom.
     """
 
     architecture: str
@@ -85,6 +87,7 @@ class ModelFamily:
     stacked: Mapping[Projection, str] = field(default_factory=lambda: _STACKED_MLP)
     weight: str = "weight"
     scale: str = "weight_scale_inv"
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
 
     def experts_module(self, layer: int) -> str:
         """Canonical module path of a layer's routed experts, without a trailing dot."""
@@ -150,6 +153,31 @@ class ModelFamily:
         """Canonical name of a checkpoint name; the inverse of `to_checkpoint`."""
         return _translate(name, tuple((there, here) for here, there in self.checkpoint_prefixes))
 
+    def join(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Canonical tensors outside the routed experts under the names, and in the shapes, of a checkpoint.
+
+        Raises:
+            ConfigError: a tensor that a checkpoint fuses lacks one of its parts.
+        """
+        waiting = dict(tensors)
+        made: dict[str, torch.Tensor] = {}
+        for name in tensors:
+            if name not in waiting:
+                continue
+            for whole, parts in self.joined.items():
+                prefix = name.removesuffix(parts[0])
+                if prefix == name or not prefix.endswith("."):
+                    continue
+                missing = [part for part in parts if prefix + part not in waiting]
+                if missing:
+                    raise ConfigError(f"{prefix}{whole}: its parts {missing} are missing; give all of {list(parts)}")
+                rows = [waiting.pop(prefix + part) for part in parts]
+                made[self.to_checkpoint(prefix + whole)] = torch.cat(rows)
+        loose = sorted(name for name in waiting for parts in self.joined.values() if name.endswith(parts))
+        if loose:
+            raise ConfigError(f"{loose[0]}: part of a fused tensor whose other parts are missing ({len(loose)} in all)")
+        return {self.to_checkpoint(name): tensor for name, tensor in waiting.items()} | made
+
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
         layers, experts = re.escape(self.layers), re.escape(self.experts)
@@ -166,13 +194,21 @@ def _translate(name: str, prefixes: tuple[tuple[str, str], ...]) -> str:
 # Qwen3.5's vision tower is a sibling of the language model in the checkpoint, and keeps its name.
 _MULTIMODAL = (("model.visual.", "model.visual."), ("model.", "model.language_model."))
 
+# A gated delta net's projection and convolution: each part is split over ranks by itself.
+_GATED_DELTA_NET: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        f"linear_attn.{whole}.weight": tuple(f"linear_attn.{part}_{letter}.weight" for letter in "qkv")
+        for whole, part in (("in_proj_qkv", "in_proj"), ("conv1d", "conv1d"))
+    }
+)
+
 FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
     {
         family.architecture: family
         for family in (
             ModelFamily("Qwen3MoeForCausalLM"),
-            ModelFamily("Qwen3_5MoeForCausalLM"),
-            ModelFamily("Qwen3_5MoeForConditionalGeneration", checkpoint_prefixes=_MULTIMODAL),
+            ModelFamily("Qwen3_5MoeForCausalLM", joined=_GATED_DELTA_NET),
+            ModelFamily("Qwen3_5MoeForConditionalGeneration", checkpoint_prefixes=_MULTIMODAL, joined=_GATED_DELTA_NET),
         )
     }
 )

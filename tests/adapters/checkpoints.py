@@ -1,5 +1,5 @@
-"""Random Qwen3-MoE checkpoints for the adapter tests, by Hugging Face name; written out here, independent of any
-adapter.
+"""Random Qwen3-MoE and Qwen3.5-MoE checkpoints for the adapter tests, by Hugging Face name; written out here,
+independent of any adapter.
 """
 
 import json
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-__all__ = ["expert_tensors", "fp8_tensors", "random_tensors", "shapes", "write_checkpoint"]
+__all__ = ["apart", "expert_tensors", "fp8_tensors", "random_tensors", "shapes", "write_checkpoint"]
 
 
 def shapes(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -22,14 +22,16 @@ def shapes(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
     for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}"
         yield f"{at}.input_layernorm.weight", (hidden,)
-        yield f"{at}.self_attn.q_proj.weight", (queries, hidden)
-        yield f"{at}.self_attn.k_proj.weight", (keys, hidden)
-        yield f"{at}.self_attn.v_proj.weight", (keys, hidden)
-        yield f"{at}.self_attn.o_proj.weight", (hidden, queries)
-        yield f"{at}.self_attn.q_norm.weight", (head,)
-        yield f"{at}.self_attn.k_norm.weight", (head,)
+        kind = config["layer_types"][layer] if "layer_types" in config else "full_attention"
+        yield from _attention(config, at, queries, keys) if kind == "full_attention" else _delta_net(config, at)
         yield f"{at}.post_attention_layernorm.weight", (hidden,)
         yield f"{at}.mlp.gate.weight", (config["num_experts"], hidden)
+        if "shared_expert_intermediate_size" in config:
+            shared = config["shared_expert_intermediate_size"]
+            yield f"{at}.mlp.shared_expert.gate_proj.weight", (shared, hidden)
+            yield f"{at}.mlp.shared_expert.up_proj.weight", (shared, hidden)
+            yield f"{at}.mlp.shared_expert.down_proj.weight", (hidden, shared)
+            yield f"{at}.mlp.shared_expert_gate.weight", (1, hidden)
         for expert in range(config["num_experts"]):
             yield f"{at}.mlp.experts.{expert}.gate_proj.weight", (wide, hidden)
             yield f"{at}.mlp.experts.{expert}.up_proj.weight", (wide, hidden)
@@ -37,6 +39,52 @@ def shapes(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "model.norm.weight", (hidden,)
     if not config["tie_word_embeddings"]:
         yield "lm_head.weight", (vocabulary, hidden)
+
+
+def _attention(config: Mapping[str, Any], at: str, queries: int, keys: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, head = config["hidden_size"], config["head_dim"]
+    gated = 2 if config.get("attn_output_gate") else 1
+    yield f"{at}.self_attn.q_proj.weight", (gated * queries, hidden)
+    yield f"{at}.self_attn.k_proj.weight", (keys, hidden)
+    yield f"{at}.self_attn.v_proj.weight", (keys, hidden)
+    yield f"{at}.self_attn.o_proj.weight", (hidden, queries)
+    yield f"{at}.self_attn.q_norm.weight", (head,)
+    yield f"{at}.self_attn.k_norm.weight", (head,)
+
+
+def _delta_net(config: Mapping[str, Any], at: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, keys, values = config["hidden_size"], *_delta_rows(config)
+    heads = config["linear_num_value_heads"]
+    yield f"{at}.linear_attn.in_proj_qkv.weight", (2 * keys + values, hidden)
+    yield f"{at}.linear_attn.in_proj_z.weight", (values, hidden)
+    yield f"{at}.linear_attn.in_proj_b.weight", (heads, hidden)
+    yield f"{at}.linear_attn.in_proj_a.weight", (heads, hidden)
+    yield f"{at}.linear_attn.conv1d.weight", (2 * keys + values, 1, config["linear_conv_kernel_dim"])
+    yield f"{at}.linear_attn.A_log", (heads,)
+    yield f"{at}.linear_attn.dt_bias", (heads,)
+    yield f"{at}.linear_attn.norm.weight", (config["linear_value_head_dim"],)
+    yield f"{at}.linear_attn.out_proj.weight", (hidden, values)
+
+
+def _delta_rows(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Rows of query (or key) and of value."""
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    return keys, config["linear_num_value_heads"] * config["linear_value_head_dim"]
+
+
+def apart(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A checkpoint's tensors as they are published: what it fuses of a gated delta net, in parts."""
+    published: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        for fused, part in (("in_proj_qkv", "in_proj"), ("conv1d", "conv1d")):
+            if f".linear_attn.{fused}." in name:
+                keys, values = _delta_rows(config)
+                for letter, rows in zip("qkv", tensor.split((keys, keys, values)), strict=True):
+                    published[name.replace(fused, f"{part}_{letter}")] = rows.contiguous()
+                break
+        else:
+            published[name] = tensor
+    return published
 
 
 def random_tensors(config: Mapping[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
@@ -47,7 +95,9 @@ def random_tensors(config: Mapping[str, Any], seed: int = 0) -> dict[str, torch.
         noise = torch.randn(shape, generator=generator)
         return (noise * 0.05 if len(shape) == 2 else 1 + 0.1 * noise).to(torch.bfloat16)
 
-    return {name: draw(shape) for name, shape in shapes(config)}
+    tensors = {name: draw(shape) for name, shape in shapes(config)}
+    # FP32 in an engine; a trainer keeps it in BF16, so the values are BF16's.
+    return {name: t.float() if name.endswith(".A_log") else t for name, t in tensors.items()}
 
 
 def expert_tensors(config: Mapping[str, Any]) -> list[str]:

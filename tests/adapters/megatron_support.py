@@ -8,7 +8,7 @@ from checkpoints import random_tensors
 from weftpub.masters import ExpertMatrix
 from weftpub.store import ExpertStore
 
-__all__ = ["attached_model", "batch", "dequantized", "megatron_ready", "wrap", "write_generation"]
+__all__ = ["attached_model", "bare_trainer", "batch", "dequantized", "megatron_ready", "wrap", "write_generation"]
 
 
 def megatron_ready() -> None:
@@ -19,6 +19,26 @@ def megatron_ready() -> None:
     from weftpub_adapters.megatron import initialize_parallel
 
     initialize_parallel()
+
+
+def bare_trainer(config: dict[str, Any], format: Any = "fp8", experts: range | None = None) -> tuple[Any, ExpertStore]:
+    """Megatron's model of either family, with uninitialised weights, and an empty store for `experts`."""
+    if "layer_types" in config:
+        from hybrid_megatron import build_hybrid
+
+        model = build_hybrid(config)
+    else:
+        from weftpub_adapters.megatron import Qwen3MoeFields, build_model
+
+        model = build_model(Qwen3MoeFields.from_hf(config))
+    store = ExpertStore(
+        range(config["num_hidden_layers"]),
+        range(config["num_experts"]) if experts is None else experts,
+        config["hidden_size"],
+        config["moe_intermediate_size"],
+        format=format,
+    )
+    return model, store
 
 
 def batch(size: int, length: int, vocabulary: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,22 +13,12 @@ from weftpub_adapters.sglang import build_model, describe_model, quantization_co
 
 pytestmark = pytest.mark.isolated("sglang")
 
-_SCHEME = quantization_config(2)
+_SCHEME = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
 def describe(name: str) -> list[EngineDescription]:
     layout = LAYOUTS[name]
-    models = [
-        build_model(
-            layout.config,
-            tp_size=layout.tp,
-            ep_size=layout.ep,
-            rank=rank,
-            attention_dp=layout.attention_dp,
-            format=layout.format,
-        )
-        for rank in range(layout.tp)
-    ]
+    models = [build_model(layout.config, **layout.request(rank)) for rank in range(layout.tp)]
     return [describe_model(model, engine="engine") for model in models]
 
 
@@ -62,9 +52,7 @@ def test_sizes_are_the_real_ones(name: str, rank: int, expected: dict[str, int])
     otherwise.
     """
     layout = LAYOUTS[name]
-    served = build_model(
-        layout.config, tp_size=layout.tp, ep_size=layout.ep, rank=rank, attention_dp=layout.attention_dp
-    )
+    served = build_model(layout.config, **layout.request(rank))
     sizes = dataclasses.asdict(served.parallel)
     assert {key: sizes[key] for key in expected} == expected
     assert (sizes["world_size"], sizes["rank"]) == (layout.tp, rank)
@@ -92,7 +80,7 @@ def test_only_routed_experts_are_fp8(hf_config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("dropped", ["mlp.gate", "self_attn.o_proj", "self_attn.q_proj", "lm_head"])
 def test_a_scheme_that_forgets_a_module_is_refused(hf_config: dict[str, Any], dropped: str) -> None:
-    scheme = quantization_config(hf_config["num_hidden_layers"])
+    scheme = quantization_config(hf_config)
     scheme["modules_to_not_convert"] = [m for m in scheme["modules_to_not_convert"] if not m.endswith(dropped)]
     config = {**hf_config, "quantization_config": scheme}
     if dropped in ("mlp.gate", "lm_head"):  # SGLang itself never quantizes these two
@@ -141,7 +129,21 @@ def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch, found: str)
         ({"num_attention_heads": 4}, {"tp_size": 8, "ep_size": 8}, ConfigError, "4 cannot be split over 8 ranks"),
         ({"quantization_config": {"quant_method": "fp8"}}, {}, ConfigError, "expected activation_scheme 'dynamic'"),
         ({"quantization_config": "fp8"}, {}, ConfigError, "quantization_config: expected"),
-        ({"quantization_config": {**_SCHEME, "weight_block_size": [64, 64]}}, {}, ConfigError, r"\[64, 64\]"),
+        (
+            {
+                "quantization_config": {
+                    "quant_method": "fp8",
+                    "activation_scheme": "dynamic",
+                    "weight_block_size": [64, 64],
+                }
+            },
+            {},
+            ConfigError,
+            r"\[64, 64\]",
+        ),
+        ({}, {"redundant_experts": 1, "tp_size": 2, "ep_size": 2}, ConfigError, "1 redundant slots cannot be dealt"),
+        ({}, {"physical_to_logical": [[0] * 8] * 2}, ConfigError, "name every expert from 0 to 7"),
+        ({}, {"physical_to_logical": [list(range(8))]}, ConfigError, "expected 2 rows of 8 slots"),
     ],
 )
 def test_requests_that_cannot_be_served_are_refused(

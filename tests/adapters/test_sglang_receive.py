@@ -10,34 +10,25 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import fp8_tensors, random_tensors
+from checkpoints import apart, fp8_tensors, random_tensors
 from layouts import LAYOUTS, Layout
 
 from weftpub.errors import ConfigError, StateError, TornError
-from weftpub.plan import Plan
+from weftpub.plan import Plan, ViewSpec
 from weftpub.receive import EngineDescription
 from weftpub_adapters.sglang import SGLangEngine, build_model
 
 pytestmark = pytest.mark.isolated("sglang")
 
 TESTED = ("tp1", "tp2", "tp4", "tp2-ep2", "tp4-ep4", "tp4-ep2", "tp6-ep2", "tp6-ep6", "tp8-ep8", "tp4-ep4-dp2")
+BALANCED = ("tp4-ep4-eplb", "tp4-ep2-eplb", "tp2-redundant")
+HYBRIDS = tuple(name for name in LAYOUTS if name.startswith("hybrid"))
 BF16 = "tp2-ep2-bf16"
+ALL = (*TESTED, *BALANCED, *HYBRIDS, BF16)
 
 
 def engines(layout: Layout) -> list[SGLangEngine]:
-    return [
-        SGLangEngine(
-            build_model(
-                layout.config,
-                tp_size=layout.tp,
-                ep_size=layout.ep,
-                rank=rank,
-                attention_dp=layout.attention_dp,
-                format=layout.format,
-            )
-        )
-        for rank in range(layout.tp)
-    ]
+    return [SGLangEngine(build_model(layout.config, **layout.request(rank))) for rank in range(layout.tp)]
 
 
 def make_plans(described: Mapping[str, list[EngineDescription]]) -> dict[str, Plan]:
@@ -51,17 +42,21 @@ def make_plans(described: Mapping[str, list[EngineDescription]]) -> dict[str, Pl
 
 @pytest.fixture(scope="module")
 def plans() -> dict[str, Plan]:
-    return make_plans({name: [engine.describe() for engine in engines(LAYOUTS[name])] for name in (*TESTED, BF16)})
+    return make_plans({name: [engine.describe() for engine in engines(LAYOUTS[name])] for name in ALL})
 
 
 def receive(engine: SGLangEngine, rank: int, plan: Plan, sources: Mapping[str, torch.Tensor]) -> None:
     """Every move of this rank into views made now: the receiver's work, spelled out."""
     live = engine.live_tensors()
-    views = {d.shard.name: d.view for d in plan.destinations if d.shard.rank == rank}
+    views: dict[str, list[ViewSpec]] = {}
+    for destination in plan.destinations:
+        if destination.shard.rank == rank:
+            views.setdefault(destination.shard.name, []).append(destination.view)
     for move in plan.moves:
         if move.recv_rank != rank:
             continue
-        view, parameter = views[move.name], live[views[move.name].param]
+        view = views[move.name][move.replica]
+        parameter = live[view.param]
         target = parameter.as_strided(view.shape, view.stride, parameter.storage_offset() + view.offset)
         box = target[tuple(slice(s, s + n) for s, n in zip(move.recv_start, move.shape, strict=True))]
         source = sources[move.name][tuple(slice(s, s + n) for s, n in zip(move.send_start, move.shape, strict=True))]
@@ -81,10 +76,10 @@ def publish(engine: SGLangEngine, rank: int, plan: Plan, sources: Mapping[str, t
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8)
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-@pytest.mark.parametrize("name", [*TESTED, BF16])
+@pytest.mark.parametrize("name", ALL)
 def test_published_parameters_are_those_of_sglangs_own_loader(name: str, plans: dict[str, Plan]) -> None:
     """After an offload every byte is what SGLang's `load_weights` makes of the same checkpoint, on every rank."""
     layout = LAYOUTS[name]
@@ -94,7 +89,10 @@ def test_published_parameters_are_those_of_sglangs_own_loader(name: str, plans: 
             bits(parameter.data).zero_()
         with loaded.served.active():
             loaded.served.model.load_weights((key, tensor.clone()) for key, tensor in tensors.items())
-        publish(engine, rank, plans[name], tensors, version=1)
+            for module in loaded.served.model.modules():
+                if getattr(module, "quant_method", None) is not None:
+                    module.quant_method.process_weights_after_loading(module)
+        publish(engine, rank, plans[name], apart(layout.config, tensors), version=1)
         expected = loaded.live_tensors()
         for parameter, tensor in engine.live_tensors().items():
             assert torch.equal(bits(tensor), bits(expected[parameter])), f"rank {rank}: {parameter}"
@@ -291,7 +289,7 @@ def test_a_probe_takes_the_trainers_routing(plans: dict[str, Plan]) -> None:
 
 def test_awex_and_megatron_are_not_in_this_process(plans: dict[str, Plan]) -> None:
     """Engines get the plan as plain data; the planner's thirteen seconds of imports are the trainer's."""
-    assert plans.keys() == {*TESTED, BF16}
+    assert plans.keys() == set(ALL)
     assert "sglang" in sys.modules
     assert not {name.split(".")[0] for name in sys.modules} & {"awex", "megatron"}
 

@@ -5,17 +5,20 @@ AWEX is imported when the first of these functions runs, and its registry is as 
 """
 
 from weftpub_adapters.awex.engine import EngineShards, engine_shards
-from weftpub_adapters.awex.plan import build_plan, plan_publish
+from weftpub_adapters.awex.plan import build_plan, plan_is_current, plan_publish
 from weftpub_adapters.awex.seams import SUPPORTED_VERSIONS, require_supported
-from weftpub_adapters.awex.trainer import TrainerShards, canonical_sources, trainer_shards
+from weftpub_adapters.awex.sources import SourceMapping, canonical_sources
+from weftpub_adapters.awex.trainer import TrainerShards, trainer_shards
 
 __all__ = [
     "SUPPORTED_VERSIONS",
     "EngineShards",
+    "SourceMapping",
     "TrainerShards",
     "build_plan",
     "canonical_sources",
     "engine_shards",
+    "plan_is_current",
     "plan_publish",
     "require_supported",
     "trainer_shards",

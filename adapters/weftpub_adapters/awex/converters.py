@@ -1,23 +1,32 @@
-"""AWEX's converters, extended by what they lack: FP8 experts from a store, and the layouts of a real engine.
+"""AWEX's converters, extended by what they lack: FP8 experts from a store, the layouts of a real engine, and hybrid
+attention taken apart.
 
 Names and splits stay AWEX's: a store matrix, or its scale, is given to AWEX's own conversion in place of the parameter,
-and what comes back is a view of the store.
+and what comes back is a view of the store. Where AWEX fuses tensors for one engine's ranks (gated attention, gated
+delta nets), the parts travel apart here, because a part, unlike a fusion, means the same for every number of ranks.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from weftpub.errors import PlanError
+from weftpub_adapters.awex.seams import Base
 
 __all__ = ["MATRICES", "EngineRules", "MatrixTensors", "engine_converter", "trainer_converter"]
 
 # Key of the trainer's settings under which the converter finds its experts.
 MATRICES = "weftpub_matrices"
 _SCALE = "_scale_inv"
+# Rows of a gated delta net's input projection, and channels of its convolution, top to bottom.
+_GDN_IN = ("in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z", "in_proj_b", "in_proj_a")
+_GDN_CONV = ("conv1d_q", "conv1d_k", "conv1d_v")
+
+type _Named = list[tuple[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,7 @@ class EngineRules:
 
     Attributes:
         vocabulary: parameter name to {"start", "end", "shards", ...}, see the SGLang adapter's description.
+        slots: module of routed experts to the expert in each of this rank's slots.
         up_first: w13 holds up rows over gate rows, as some runners of experts want them.
         kv_replicas: ranks that hold the same key/value head; 1 unless attention is split wider than there are heads.
     """
@@ -47,6 +57,7 @@ class EngineRules:
     dp_size: int
     enable_dp_attention: bool
     vocabulary: Mapping[str, Mapping[str, int]]
+    slots: Mapping[str, list[int]] = field(default_factory=dict[str, list[int]])
     up_first: bool = False
     kv_replicas: int = 1
     enable_dp_lm_head: bool = False
@@ -56,18 +67,16 @@ class EngineRules:
 
 
 @cache
-def trainer_converter() -> type:
-    """Megatron to Hugging Face names: AWEX's converter for Qwen3-MoE, with experts from ``infer_conf[MATRICES]``."""
-    base = _registered("mcore_converter")
+def trainer_converter(base: Base) -> type:
+    """Megatron to Hugging Face names: AWEX's converter of the family, with experts from ``infer_conf[MATRICES]``."""
+    awex = _registered(base, "mcore_converter")
 
-    class FromStore(base):
+    class FromStore(awex):
         """Yields (name, W) and (name + "_scale_inv", scale) for routed experts, AWEX's conversion for the rest."""
 
-        def convert_param(
-            self, name: str, parameter: torch.Tensor, vp_stage: int | None = None
-        ) -> list[tuple[str, torch.Tensor]]:
+        def convert_param(self, name: str, parameter: torch.Tensor, vp_stage: int | None = None) -> _Named:
             place = _expert_place(name)
-            if place is None:
+            if place is None or self.infer_conf[MATRICES] is None:
                 return super().convert_param(_te_name(name), parameter, vp_stage=vp_stage)
             tensors = self.infer_conf[MATRICES](*place)
             converted = list(super().convert_param(name, tensors.weight, vp_stage=vp_stage))
@@ -76,56 +85,169 @@ def trainer_converter() -> type:
                 converted += [(scale_name + _SCALE, scale) for scale_name, scale in scales]
             return converted
 
-    return FromStore
+    return _taken_apart(FromStore) if base.hybrid else FromStore
+
+
+def _taken_apart(trainer: Any) -> type:
+    """A trainer's converter whose hybrid attention comes in parts."""
+
+    class Apart(trainer):
+        """Query with gate, key and value by name; every part of a gated delta net by name."""
+
+        def _convert_attention_param(self, name: str, parameter: torch.Tensor, layer_number: str) -> _Named:
+            from awex.models.qwen3_5 import _Qwen3_5Layout as Layout
+
+            kind = name.removeprefix("self_attention.")
+            local = _local_sizes(self.hf_config, max(1, int(self.rank_info.attn_tp_size)))
+            match kind:
+                case "linear_qkv.weight":
+                    packed = Layout.pack_output_gated_qkv(parameter, local, 1)
+                    names = [f"self_attn.{part}.weight" for part in ("q_proj", "k_proj", "v_proj")]
+                    rows = local.head_dim * local.num_key_value_heads
+                    return list(zip(names, packed.split((packed.shape[0] - 2 * rows, rows, rows)), strict=True))
+                case "in_proj.weight":
+                    parts = Layout.split_gdn_input(parameter, local, 1)
+                    return [(f"linear_attn.{n}.weight", part) for n, part in zip(_GDN_IN, parts, strict=True)]
+                case "conv1d.weight":
+                    parts = parameter.split(_gdn_rows(local)[:3])
+                    return [(f"linear_attn.{n}.weight", part) for n, part in zip(_GDN_CONV, parts, strict=True)]
+                case "A_log":  # engines keep it in FP32; BF16 holds a subset of its values
+                    return [("linear_attn.A_log", parameter.float())]
+                case "out_norm.weight" if not self.tf_config.layernorm_zero_centered_gamma:
+                    raise PlanError(
+                        f"{name}: AWEX adds one to it; set layernorm_zero_centered_gamma=True, as Bridge does"
+                    )
+                case _:
+                    return super()._convert_attention_param(name, parameter, layer_number)
+
+    return Apart
 
 
 @cache
-def engine_converter() -> type:
-    """SGLang to Hugging Face names: AWEX's converter for Qwen3-MoE, for padded vocabularies and replicated heads
-    too.
+def engine_converter(base: Base) -> type:
+    """SGLang to Hugging Face names: AWEX's converter of the family, for padded vocabularies, replicated heads and moved
+    experts too.
     """
-    base = _registered("sglang_converter")
+    awex = _registered(base, "sglang_converter")
 
-    class ToViews(base):
+    class ToViews(awex):
         """Returns views of the engine's parameters only."""
 
-        def convert_param(self, name: str, parameter: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        def convert_param(self, name: str, parameter: torch.Tensor) -> _Named:
             shard = self.infer_engine_config.vocabulary.get(name)
-            if shard is None:
+            if shard is not None:
+                rows = shard["end"] - shard["start"]
+                # padding only: the vocabulary ends on an earlier rank
+                return super().convert_param(name, parameter.narrow(0, 0, rows)) if rows else []
+            module = name.rpartition(".")[0]
+            slots = self.infer_engine_config.slots.get(module)
+            if slots is None:
                 return super().convert_param(name, parameter)
-            rows = shard["end"] - shard["start"]
-            if rows == 0:
-                return []  # padding only: the vocabulary ends on an earlier rank
-            return super().convert_param(name, parameter.narrow(0, 0, rows))
+            if len(slots) != parameter.shape[0]:
+                raise PlanError(
+                    f"{name} holds {parameter.shape[0]} experts, but the engine describes {len(slots)}; shared experts "
+                    "that are fused into routed ones are not supported, start SGLang with "
+                    "--disable-shared-experts-fusion"
+                )
+            first, ep_size = self.ep_rank * len(slots), self.ep_size
+            # Without expert parallelism AWEX takes experts beyond the model's for shared ones; here they are replicas.
+            self.ep_size = max(2, ep_size) if len(slots) > self.model_config.num_experts else ep_size
+            try:
+                converted = super().convert_param(name, parameter)
+            finally:
+                self.ep_size = ep_size
+            return [(_moved(found, first, slots), view) for found, view in converted]
 
-        def _split_gate_up(self, name: str, parameter: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        def _split_gate_up(self, name: str, parameter: torch.Tensor) -> _Named:
             (gate, upper), (up, lower) = super()._split_gate_up(name, parameter)
             if self.infer_engine_config.up_first and "w13_weight" in name:
                 upper, lower = lower, upper
             return [(gate, upper), (up, lower)]
 
-        def _convert_attention_param(
-            self, name: str, parameter: torch.Tensor, layer_number: str
-        ) -> list[tuple[str, torch.Tensor]]:
+        def _convert_attention_param(self, name: str, parameter: torch.Tensor, layer_number: str) -> _Named:
             if "qkv_proj" not in name or self.infer_engine_config.kv_replicas == 1:
                 return super()._convert_attention_param(name, parameter, layer_number)
-            head = self.model_config.head_dim
-            queries = self.total_num_heads // self.rank_info.attn_tp_size * head
-            starts = {"q_proj": (0, queries), "k_proj": (queries, head), "v_proj": (queries + head, head)}
-            return [(name.replace("qkv_proj", part), parameter.narrow(0, *rows)) for part, rows in starts.items()]
+            return _split_heads(name, parameter, self.model_config.head_dim)
 
-    return ToViews
+    return _split_apart(ToViews) if base.hybrid else ToViews
 
 
-def _registered(side: str) -> Any:
-    """AWEX's own converter class for Qwen3-MoE."""
+def _split_apart(engine: Any) -> type:
+    """An engine's converter that cuts the fused tensors of hybrid attention into parts."""
+
+    class Apart(engine):
+        """Views of query with gate, key, value, and of every part of a gated delta net."""
+
+        def convert_param(self, name: str, parameter: torch.Tensor) -> _Named:
+            return [part for pair in super().convert_param(name, parameter) for part in self._parts(*pair)]
+
+        def _parts(self, name: str, parameter: torch.Tensor) -> _Named:
+            module, _, fused = name.removesuffix(".weight").rpartition(".")
+            attention = self.rank_info.attn_tp_size
+            match fused:
+                case "qkv_proj":
+                    heads = max(1, self.model_config.num_key_value_heads // attention)
+                    return _split_heads(name, parameter, heads * self.model_config.head_dim)
+                case "in_proj_qkvz":
+                    names, rows = _GDN_IN[:4], _gdn_rows(_local_sizes(self.model_config, attention))[:4]
+                case "in_proj_ba":
+                    names, rows = _GDN_IN[4:], _gdn_rows(_local_sizes(self.model_config, attention))[4:]
+                case "conv1d":
+                    names, rows = _GDN_CONV, _gdn_rows(_local_sizes(self.model_config, attention))[:3]
+                case _:
+                    return [(name, parameter)]
+            if sum(rows) != parameter.shape[0]:
+                raise PlanError(f"{name} has {parameter.shape[0]} rows, expected {sum(rows)} in the parts {list(rows)}")
+            return [(f"{module}.{n}.weight", part) for n, part in zip(names, parameter.split(rows), strict=True)]
+
+    return Apart
+
+
+def _split_heads(name: str, parameter: torch.Tensor, key_rows: int) -> _Named:
+    """Query, key and value rows of a fused projection; the last two have `key_rows` each."""
+    queries = parameter.shape[0] - 2 * key_rows
+    starts = {"q_proj": (0, queries), "k_proj": (queries, key_rows), "v_proj": (queries + key_rows, key_rows)}
+    return [(name.replace("qkv_proj", part), parameter.narrow(0, *rows)) for part, rows in starts.items()]
+
+
+def _local_sizes(hf: Any, ranks: int) -> SimpleNamespace:
+    """The numbers of heads that one of `ranks` attention ranks holds, in the words of the config."""
+    counts = ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads")
+    whole = {name: int(getattr(hf, name)) for name in counts}
+    uneven = {name: count for name, count in whole.items() if count % ranks and name != "num_key_value_heads"}
+    if uneven:
+        raise PlanError(f"{ranks} attention ranks cannot share {uneven} equally; choose a divisor")
+    local = {name: max(1, count // ranks) for name, count in whole.items()}
+    widths = {name: int(getattr(hf, name)) for name in ("head_dim", "linear_key_head_dim", "linear_value_head_dim")}
+    return SimpleNamespace(**local, **widths)
+
+
+def _gdn_rows(local: SimpleNamespace) -> tuple[int, ...]:
+    """Rows of query, key, value, gate z, b and a of a gated delta net."""
+    keys = local.linear_num_key_heads * local.linear_key_head_dim
+    values = local.linear_num_value_heads * local.linear_value_head_dim
+    return keys, keys, values, values, local.linear_num_value_heads, local.linear_num_value_heads
+
+
+def _moved(name: str, first: int, slots: list[int]) -> str:
+    """The canonical name that AWEX gave to a slot, with the expert that the slot holds now."""
+    before, marker, after = name.partition(".experts.")
+    number, _, rest = after.partition(".")
+    if not marker or not number.isdigit() or not first <= int(number) < first + len(slots):
+        raise PlanError(
+            f"{name}: AWEX gives this name to one of the slots {first} to {first + len(slots) - 1}, expected their "
+            "numbers; its converter does not number experts over all ranks"
+        )
+    return f"{before}{marker}{slots[int(number) - first]}.{rest}"
+
+
+def _registered(base: Base, side: str) -> Any:
+    """AWEX's own converter class of a family."""
     from awex.models.registry import ModelRegistry
 
-    from weftpub_adapters.awex.seams import BASE_ARCHITECTURE
-
-    entry = ModelRegistry.models.get(BASE_ARCHITECTURE)
+    entry = ModelRegistry.models.get(base.architecture)
     if entry is None:
-        raise PlanError(f"AWEX knows no {BASE_ARCHITECTURE}; its import of awex.models.qwen3_moe failed, see its log")
+        raise PlanError(f"AWEX knows no {base.architecture}; its import of the model failed, see its log")
     found = entry[side]
     return found if isinstance(found, type) else found()
 
@@ -133,12 +255,14 @@ def _registered(side: str) -> Any:
 def _expert_place(name: str) -> tuple[int, int, str] | None:
     """(layer, local expert, projection) of a routed expert's weight, None for everything else."""
     parts = [part for part in name.split(".") if part != "module"]
+    if parts[0] == "language_model":
+        del parts[0]
     match parts:
         case ["decoder", "layers", layer, "mlp", "experts", "local_experts", expert, linear, "weight"]:
             return int(layer), int(expert), {"linear_fc1": "fc1", "linear_fc2": "fc2"}[linear]
         case ["decoder", "layers", layer, "mlp", "experts", ("linear_fc1" | "linear_fc2") as linear, weight]:
             return int(layer), int(weight.removeprefix("weight")), {"linear_fc1": "fc1", "linear_fc2": "fc2"}[linear]
-    if ".mlp.experts." in name:
+    if ".mlp.experts." in name and "decoder" in parts[:1]:
         raise PlanError(f"{name}: a routed expert's parameter that this adapter cannot publish")
     return None
 

@@ -6,9 +6,8 @@ without memory that have the engine's shapes and strides, it yields for each can
 storage offset and strides. So AWEX never enters the engine's process.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,9 +19,9 @@ from weftpub.receive import EngineDescription
 from weftpub_adapters.awex.converters import EngineRules
 from weftpub_adapters.awex.hf import hf_namespace
 from weftpub_adapters.awex.resolver import resolve_engine
-from weftpub_adapters.awex.seams import ARCHITECTURE, entered
+from weftpub_adapters.awex.seams import base_of, entered
 
-__all__ = ["EngineShards", "engine_shards"]
+__all__ = ["EngineKind", "EngineShards", "engine_shards"]
 
 _PARALLEL = (
     "world_size", "rank", "tp_size", "tp_rank", "attn_tp_size", "attn_tp_rank", "attn_dp_size", "attn_dp_rank",
@@ -31,76 +30,78 @@ _PARALLEL = (
 
 
 @dataclass(frozen=True)
-class EngineShards:
-    """What the ranks of one or several equal engines serve.
+class EngineKind:
+    """Engines whose ranks hold the same tensors in the same places.
 
     Attributes:
         metas: AWEX's ParameterMeta of every canonical tensor of one engine, shards of all its ranks.
-        world_size: ranks of one engine.
-        descriptions: of every rank, ordered by receiver rank.
-        views: receiver rank to canonical name to the place in that rank's parameters.
+        engines: numbers of the engines that are of this kind.
     """
 
     metas: list[Any]
+    engines: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class EngineShards:
+    """What the ranks of one or several engines serve.
+
+    Attributes:
+        kinds: the engines, in groups that are alike. Engines that balance their experts apart are a kind each.
+        world_size: ranks of one engine.
+        descriptions: of every rank, ordered by receiver rank.
+        destinations: every shard of every receiver rank with its view, ordered by rank and name; several of one name,
+            if a rank holds an expert more than once, in the order of its slots.
+    """
+
+    kinds: tuple[EngineKind, ...]
     world_size: int
     descriptions: tuple[EngineDescription, ...]
-    views: Mapping[int, Mapping[str, ViewSpec]]
+    destinations: tuple[Destination, ...]
 
     @property
     def engines(self) -> int:
         """Number of engines."""
         return len(self.descriptions) // self.world_size
 
-    @cached_property
-    def destinations(self) -> tuple[Destination, ...]:
-        """Every shard of every receiver rank with its view, ordered by rank and name."""
-        found = [
-            self._destination(meta, shard, engine * self.world_size + shard.global_rank)
-            for engine in range(self.engines)
-            for meta in self.metas
-            for shard in meta.shards
-        ]
-        return tuple(sorted(found, key=lambda destination: (destination.shard.rank, destination.shard.name)))
-
-    def _destination(self, meta: Any, shard: Any, rank: int) -> Destination:
-        view = self.views[rank][meta.name]
-        planned = Shard(
-            name=meta.name,
-            dtype=dtype_name(shard.dtype),
-            shape=tuple(shard.shape),
-            global_shape=tuple(meta.global_shape),
-            offset=tuple(shard.global_offset),
-            rank=rank,
-        )
-        if view.shape != planned.shape or view.dtype != planned.dtype:
-            raise PlanError(
-                f"{meta.name} on receiver rank {rank}: planned as {planned.dtype} {list(planned.shape)}, its view is "
-                f"{view.dtype} {list(view.shape)}"
-            )
-        return Destination(planned, view)
-
 
 def engine_shards(descriptions: Sequence[EngineDescription]) -> EngineShards:
     """Work out what every rank serves and where it lies.
 
     Args:
-        descriptions: of every rank of every engine, as the SGLang adapter makes them. Several engines must be alike.
+        descriptions: of every rank of every engine, as the SGLang adapter makes them. Several engines must be alike, up
+            to where their experts are.
 
     Raises:
-        ConfigError: ranks are missing or repeated, engines differ, or a description is not of a served Qwen3-MoE.
+        ConfigError: ranks are missing or repeated, engines differ, or a description is not of a supported model.
         PlanError: sizes cut an expert inside a 128-block, or a canonical tensor is not a view of a parameter.
     """
     ordered = tuple(sorted(descriptions, key=lambda description: description.rank))
     world = _check_ranks(ordered)
     hf = hf_namespace(_mapping(ordered[0], "hf_config"))
     _check_blocks(ordered[0], hf)
+    kinds: list[EngineKind] = []
+    destinations: list[Destination] = []
     with entered():
-        ranks = [_RankModel(description, hf) for description in ordered]
-        metas = resolve_engine(ranks[:world], hf)
-        views = {rank.description.rank: dict(rank.views()) for rank in ranks}
-        for rank in ranks:
-            _check_order(views[rank.description.rank], rank.rules.up_first)
-    return EngineShards(metas, world, ordered, views)
+        for engines in _alike(ordered, world):
+            first = engines[0] * world
+            ranks = [_RankModel(description, hf) for description in ordered[first : first + world]]
+            cuts = [list(rank.cuts()) for rank in ranks]
+            shards = {cut.name: cut.shards for rank_cuts in cuts for cut in rank_cuts}
+            kind = EngineKind(resolve_engine(ranks, hf, shards), engines)
+            kinds.append(kind)
+            destinations += _destinations(kind, cuts, world)
+    destinations.sort(key=lambda destination: (destination.shard.rank, destination.shard.name))
+    return EngineShards(tuple(kinds), world, ordered, tuple(destinations))
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """One canonical tensor in one rank's parameters, and how many ranks split it."""
+
+    name: str
+    view: ViewSpec
+    shards: int
 
 
 class _RankModel:
@@ -112,17 +113,19 @@ class _RankModel:
         parallel = _mapping(description, "parallel")
         self.parallel: dict[str, int] = {name: int(parallel[name]) for name in _PARALLEL}
         size = self.parallel
+        self.linears = _mapping(description, "linears")
         self.rules = EngineRules(
             tp_size=size["tp_size"],
             ep_size=size["moe_ep_size"],
             dp_size=size["attn_dp_size"],
             enable_dp_attention=size["attn_dp_size"] > 1,
             vocabulary=_mapping(description, "vocabulary"),
+            slots=_mapping(description, "experts"),
             up_first=_w13_order(description) == "up",
             kv_replicas=max(1, size["attn_tp_size"] // hf.num_key_value_heads),
         )
-        buffers = set(description.settings.get("buffers") or ())
-        self.parameters = {spec.name: _meta_tensor(spec) for spec in description.parameters if spec.name not in buffers}
+        kept = set(description.settings.get("kept") or ())
+        self.parameters = {spec.name: _meta_tensor(spec) for spec in description.parameters if spec.name not in kept}
 
     def context(self) -> dict[str, Any]:
         """The worker context, with the sizes that the engine really uses."""
@@ -146,22 +149,26 @@ class _RankModel:
 
     def model(self) -> Any:
         """An object of the registered class name with the parameters and the config."""
-        kind = type(ARCHITECTURE, (), {"named_parameters": lambda _: iter(self.parameters.items()), "config": self.hf})
+        (name,) = self.hf.architectures
+        kind = type(name, (), {"named_parameters": lambda _: iter(self.parameters.items()), "config": self.hf})
         return kind()
 
-    def views(self) -> Iterator[tuple[str, ViewSpec]]:
-        """Canonical name and place of everything that AWEX's converter cuts out of this rank's parameters.
+    def cuts(self) -> Iterator[_Cut]:
+        """Everything that AWEX's converter cuts out of this rank's parameters, in its order.
 
         Raises:
-            PlanError: the converter made a new tensor (the bytes would never reach the parameter), or one name twice.
+            PlanError: the converter made a new tensor (the bytes would never reach the parameter), or one name twice
+                that is no expert.
         """
         from awex.models.registry import get_infer_weights_converter
         from awex.sharding.sglang_sharding import get_sglang_rank_info
 
         rank_info = get_sglang_rank_info(self.context(), 0)
-        converter = get_infer_weights_converter("sglang", ARCHITECTURE, self.hf, rank_info, self.rules)
+        (name,) = self.hf.architectures
+        converter = get_infer_weights_converter("sglang", name, self.hf, rank_info, self.rules)
         seen: set[str] = set()
         for name, parameter in self.parameters.items():
+            cuts: list[_Cut] = []
             for canonical, view in converter.convert_param(name, parameter):
                 if view.untyped_storage()._cdata != parameter.untyped_storage()._cdata:
                     raise PlanError(
@@ -170,21 +177,78 @@ class _RankModel:
                     )
                 if canonical in seen:
                     raise PlanError(f"{canonical}: two parameters of receiver rank {self.description.rank} claim it")
-                seen.add(canonical)
-                yield canonical, _view_spec(name, view, parameter)
+                cuts.append(_Cut(canonical, _view_spec(name, view, parameter), self._shards(name)))
+            _check_order(cuts, self.rules.up_first)
+            seen.update(cut.name for cut in cuts)
+            yield from cuts
+
+    def _shards(self, parameter: str) -> int:
+        """Number of ranks that split a parameter, by what its module says of itself."""
+        if parameter in self.rules.vocabulary:
+            return self.rules.vocabulary[parameter]["shards"]
+        module, _, last = parameter.rpartition(".")
+        if module in self.rules.slots:
+            return self.parallel["moe_tp_size"]
+        if last in ("A_log", "dt_bias"):  # of a gated delta net, split as the projection that feeds it
+            module = f"{module}.in_proj_ba"
+        return int(self.linears.get(module, 1))
 
 
-def _check_order(views: Mapping[str, ViewSpec], up_first: bool) -> None:
-    """Gate and up rows have one shape, so nothing else would notice that a converter took one for the other."""
-    for name, gate in views.items():
-        if ".experts." not in name or ".gate_proj." not in name:
-            continue
-        up = views.get(name.replace(".gate_proj.", ".up_proj."))
-        if up is None or up.param != gate.param or (up.offset < gate.offset) != up_first:
-            place = None if up is None else f"{up.param} element {up.offset}"
+def _destinations(kind: EngineKind, cuts: Sequence[Sequence[_Cut]], world: int) -> Iterator[Destination]:
+    """Join AWEX's shards with their places. Both come in the order of the rank's parameters, so the n-th shard of a
+    name on a rank lies in that name's n-th cut."""
+    places: dict[tuple[int, str], list[ViewSpec]] = {}
+    for rank, rank_cuts in enumerate(cuts):
+        for cut in rank_cuts:
+            places.setdefault((rank, cut.name), []).append(cut.view)
+    for meta in kind.metas:
+        taken = dict.fromkeys(range(world), 0)
+        for shard in meta.shards:
+            view = places[shard.global_rank, meta.name][taken[shard.global_rank]]
+            taken[shard.global_rank] += 1
+            for engine in kind.engines:
+                yield _destination(meta, shard, view, engine * world + shard.global_rank)
+
+
+def _destination(meta: Any, shard: Any, view: ViewSpec, rank: int) -> Destination:
+    planned = Shard(
+        name=meta.name,
+        dtype=dtype_name(shard.dtype),
+        shape=tuple(shard.shape),
+        global_shape=tuple(meta.global_shape),
+        offset=tuple(shard.global_offset),
+        rank=rank,
+    )
+    if view.shape != planned.shape or view.dtype != planned.dtype:
+        raise PlanError(
+            f"{meta.name} on receiver rank {rank}: planned as {planned.dtype} {list(planned.shape)}, its view is "
+            f"{view.dtype} {list(view.shape)}"
+        )
+    return Destination(planned, view)
+
+
+def _alike(descriptions: tuple[EngineDescription, ...], world: int) -> list[tuple[int, ...]]:
+    """Numbers of the engines in groups whose ranks have equal layouts and placements."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for engine in range(len(descriptions) // world):
+        ranks = descriptions[engine * world : (engine + 1) * world]
+        groups.setdefault(tuple(rank.layout_digest for rank in ranks), []).append(engine)
+    return [tuple(engines) for engines in groups.values()]
+
+
+def _check_order(cuts: Sequence[_Cut], up_first: bool) -> None:
+    """Gate and up rows have one shape: a converter that takes one for the other would go unnoticed. They come in pairs,
+    slot by slot."""
+    gates = [cut for cut in cuts if ".experts." in cut.name and ".gate_proj." in cut.name]
+    ups = [cut for cut in cuts if ".experts." in cut.name and ".up_proj." in cut.name]
+    for number, gate in enumerate(gates):
+        up = ups[number] if number < len(ups) else None
+        paired = up is not None and up.name == gate.name.replace(".gate_proj.", ".up_proj.")
+        if up is None or not paired or (up.view.offset < gate.view.offset) != up_first:
+            place = None if up is None else f"element {up.view.offset}"
             raise PlanError(
-                f"{name}: AWEX's converter finds it at {gate.param} element {gate.offset} and its up rows at {place}, "
-                f"but the engine keeps {'up' if up_first else 'gate'} rows first"
+                f"{gate.name}: AWEX's converter finds it at {gate.view.param} element {gate.view.offset} and its up "
+                f"rows at {place}, but the engine keeps {'up' if up_first else 'gate'} rows first"
             )
 
 
@@ -207,7 +271,7 @@ def _mapping(description: EngineDescription, key: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(
             f"{description.engine} rank {description.rank}: its description has no {key}; make it with "
-            "weftpub_adapters.sglang.describe_model"
+            "weftpub_adapters.sglang.describe_live"
         )
     return value
 
@@ -222,7 +286,7 @@ def _w13_order(description: EngineDescription) -> str:
 
 
 def _check_ranks(descriptions: tuple[EngineDescription, ...]) -> int:
-    """World size of one engine, having checked that receiver ranks count through equal engines."""
+    """World size of one engine, having checked that receiver ranks count through engines of one layout."""
     if not descriptions:
         raise ConfigError("no engine rank was described; describe every rank before planning")
     world = descriptions[0].world_size
@@ -236,13 +300,19 @@ def _check_ranks(descriptions: tuple[EngineDescription, ...]) -> int:
             raise ConfigError(
                 f"receiver rank {description.rank} is rank {inside} of its engine, expected {description.rank % world}"
             )
-        alike = (first.layout_digest, first.settings) == (description.layout_digest, description.settings)
-        if description.world_size != world or not alike:
+        if description.world_size != world or _fixed(description) != _fixed(first):
             raise ConfigError(
                 f"{description.engine} rank {description.rank} is not laid out like {first.engine} rank {first.rank}; "
                 "make one plan for each kind of engine"
             )
+    base_of((_mapping(descriptions[0], "hf_config").get("architectures") or [None])[0])
     return world
+
+
+def _fixed(description: EngineDescription) -> tuple[object, ...]:
+    """What engines of one plan must have in common: all but where their experts are."""
+    settings = {key: value for key, value in description.settings.items() if key != "experts"}
+    return description.parameters, settings
 
 
 def _check_blocks(description: EngineDescription, hf: SimpleNamespace) -> None:

@@ -5,17 +5,19 @@ sizes do not divide. So its own metadata check runs first, and `weftpub.plan.che
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from weftpub.errors import PlanError
 from weftpub.plan import Move, Plan, check_plan, dtype_name, torch_dtype
 from weftpub.receive import EngineDescription
-from weftpub_adapters.awex.engine import EngineShards, engine_shards
+from weftpub_adapters.awex.engine import EngineKind, EngineShards, engine_shards
 from weftpub_adapters.awex.seams import entered
 from weftpub_adapters.awex.trainer import PublishedStore, TrainerShards, trainer_shards
 
-__all__ = ["build_plan", "plan_publish"]
+__all__ = ["build_plan", "plan_is_current", "plan_publish"]
+
+_HEAD = "lm_head.weight"
 
 
 def plan_publish(
@@ -25,6 +27,14 @@ def plan_publish(
     return build_plan(trainer_shards(model, store, hf_config), engine_shards(descriptions))
 
 
+def plan_is_current(plan: Plan, descriptions: Sequence[EngineDescription]) -> bool:
+    """Whether `plan` was made for the layouts and placements that the engines describe now.
+
+    Ask before each publish to an engine that balances its experts: after a move `plan_publish` makes another plan.
+    """
+    return plan.layouts == {description.rank: description.layout_digest for description in descriptions}
+
+
 def build_plan(trainer: TrainerShards, engine: EngineShards) -> Plan:
     """Join the two sides by AWEX's `TransferPlanBuilder`.
 
@@ -32,21 +42,15 @@ def build_plan(trainer: TrainerShards, engine: EngineShards) -> Plan:
         PlanError: names, shapes or dtypes disagree, an element would be written not at all or twice, or a block or its
             scale would be split.
     """
-    receivers = engine.world_size * engine.engines
+    served = {destination.shard.name for destination in engine.destinations}
+    # A tied head that engines do not hold apart is the embedding: it is published once.
+    untied = trainer.without(_HEAD) if trainer.tied and _HEAD not in served else trainer
     with entered():
-        from awex.transfer.transfer_plan import TransferPlanBuilder
-        from awex.util.common import check_train_infer_params_meta
-
-        try:
-            check_train_infer_params_meta(trainer.metas, engine.metas, raise_exception=True, strict_key_match=True)
-            builder = TransferPlanBuilder(receivers, trainer.world_size, engine.engines, strict_param_key_match=True)
-            operations = builder.build_weights_mapping_operations(engine.metas, trainer.metas)
-        except (ValueError, AssertionError) as error:
-            raise PlanError(f"AWEX cannot join trainer and engine: {error}") from error
+        moves = tuple(move for kind in engine.kinds for move in _moves(untied, kind, engine.world_size))
     plan = Plan(
-        sources=trainer.shards,
+        sources=untied.shards,
         destinations=engine.destinations,
-        moves=tuple(_move(operation, receivers) for operation in operations),
+        moves=moves,
         layouts={description.rank: description.layout_digest for description in engine.descriptions},
     )
     check_plan(
@@ -57,17 +61,52 @@ def build_plan(trainer: TrainerShards, engine: EngineShards) -> Plan:
     return plan
 
 
-def _move(operation: Any, receivers: int) -> Move:
-    """One of AWEX's operations; it numbers receivers first and trainer ranks after them."""
+def _moves(trainer: TrainerShards, kind: EngineKind, world: int) -> Iterator[Move]:
+    """AWEX's operations from the trainer to all engines of one kind."""
+    from awex.transfer.transfer_plan import TransferPlanBuilder
+    from awex.util.common import check_train_infer_params_meta
+
+    receivers = world * len(kind.engines)
+    try:
+        check_train_infer_params_meta(trainer.metas, kind.metas, raise_exception=True, strict_key_match=True)
+        builder = TransferPlanBuilder(receivers, trainer.world_size, len(kind.engines), strict_param_key_match=True)
+        operations = builder.build_weights_mapping_operations(kind.metas, trainer.metas)
+    except (ValueError, AssertionError) as error:
+        raise PlanError(f"AWEX cannot join trainer and engine: {error}") from error
+    replicas = _replicas(kind)
+    for operation in operations:
+        engine, rank = divmod(operation.recv_rank, world)
+        yield _move(
+            operation,
+            send_rank=operation.send_rank - receivers,
+            recv_rank=kind.engines[engine] * world + rank,
+            replica=replicas[id(operation.recv_shard_meta)],
+        )
+
+
+def _replicas(kind: EngineKind) -> dict[int, int]:
+    """Shard object to its number among the shards of its name on its rank."""
+    numbers: dict[int, int] = {}
+    for meta in kind.metas:
+        seen: dict[int, int] = {}
+        for shard in meta.shards:
+            numbers[id(shard)] = seen.setdefault(shard.global_rank, 0)
+            seen[shard.global_rank] += 1
+    return numbers
+
+
+def _move(operation: Any, *, send_rank: int, recv_rank: int, replica: int) -> Move:
+    """One of AWEX's operations, in the numbering of senders and receivers apart."""
     shape = tuple(operation.overlap_shape)
     dtype = dtype_name(operation.send_shard_meta.dtype)
     return Move(
         name=operation.send_shard_meta.name,
-        send_rank=operation.send_rank - receivers,
+        send_rank=send_rank,
         send_start=tuple(operation.send_offset),
-        recv_rank=operation.recv_rank,
+        recv_rank=recv_rank,
         recv_start=tuple(operation.recv_offset),
         shape=shape,
         dtype=dtype,
         nbytes=math.prod(shape) * torch_dtype(dtype).itemsize,
+        replica=replica,
     )

@@ -1,10 +1,11 @@
 """AWEX's engine-side resolver, run over described ranks, and two corrections of what it makes of real layouts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Protocol
 
 from weftpub_adapters.awex.converters import EngineRules
+from weftpub_adapters.awex.sharding import SHARDS
 
 __all__ = ["DescribedRank", "resolve_engine"]
 
@@ -19,26 +20,32 @@ class DescribedRank(Protocol):
     def model(self) -> Any: ...
 
 
-def resolve_engine(ranks: Sequence[DescribedRank], hf: SimpleNamespace) -> list[Any]:
-    """AWEX's ParameterMeta of every canonical tensor of one engine; call it inside `seams.entered`."""
+def resolve_engine(ranks: Sequence[DescribedRank], hf: SimpleNamespace, shards: Mapping[str, int]) -> list[Any]:
+    """AWEX's ParameterMeta of every canonical tensor of one engine; call it inside `seams.entered`.
+
+    Args:
+        ranks: of one engine.
+        hf: the model's config.
+        shards: canonical name to the number of ranks that split it.
+    """
     from awex.meta.infer_meta_resolver import InferParamMetaResolver
 
-    rules = ranks[0].rules
+    replicas = ranks[0].rules.kv_replicas
 
     class Resolver(InferParamMetaResolver):
-        """Tells the sharding rule how many ranks share the vocabulary, and merges replicated key/value heads."""
+        """Tells the sharding rule the number of shards, and merges replicated key/value heads."""
 
         def _get_sharding_info(self, name: str, rank_info: Any, param_meta: dict[str, Any]) -> Any:
-            shard = rules.vocabulary.get(name)
-            shards = {} if shard is None else {"vocabulary_shards": shard["shards"]}
-            return super()._get_sharding_info(name, rank_info, {**param_meta, **shards})
+            return super()._get_sharding_info(name, rank_info, {**param_meta, SHARDS: shards[name]})
 
         def _build_params_meta(self) -> list[Any]:
+            # A tied head that the engine does not hold apart is the embedding, and is published as that.
+            self._params_raw_meta = [_only(meta, shards) for meta in self._params_raw_meta]
             metas = super()._build_params_meta()
-            if rules.kv_replicas > 1:
+            if replicas > 1:
                 for meta in metas:
                     if ".k_proj." in meta.name or ".v_proj." in meta.name:
-                        _merge_replicas(meta, rules.kv_replicas)
+                        _merge_replicas(meta, replicas)
             return metas
 
     return Resolver(_DescribedEngine(ranks, hf), convert_params=True).get_parameters_meta()
@@ -60,6 +67,10 @@ class _DescribedEngine:
             task(**{**kwargs, "infer_engine_config": rank.rules}, model=rank.model(), model_context=rank.context())
             for rank in self._ranks
         ]
+
+
+def _only(meta: dict[str, Any], names: Mapping[str, int]) -> dict[str, Any]:
+    return {**meta, "params_meta": [parameter for parameter in meta["params_meta"] if parameter["name"] in names]}
 
 
 def _merge_replicas(meta: Any, replicas: int) -> None:

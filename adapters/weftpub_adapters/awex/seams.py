@@ -1,24 +1,63 @@
 """Where this adapter enters AWEX, and how it leaves no trace there.
 
 AWEX finds converters and sharding rules by architecture name in one process-wide registry. Inside `entered()` the
-registry has one more entry, under a name of our own, whose converters subclass AWEX's; outside it is as AWEX made
-it. Two more things are held still meanwhile: AWEX prints its log to standard output, and divides by the number of
-GPUs, which a machine may not have.
+registry has one more entry for each model family, under a name of our own, whose converters subclass AWEX's; outside it
+is as AWEX made it. Two more things are held still meanwhile: AWEX prints its log to standard output, and divides by the
+number of GPUs, which a machine may not have.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from types import MappingProxyType
 
 from weftpub.errors import ConfigError
 
-__all__ = ["ARCHITECTURE", "BASE_ARCHITECTURE", "SUPPORTED_VERSIONS", "entered", "require_supported"]
+__all__ = ["BASES", "SUPPORTED_VERSIONS", "Base", "base_of", "entered", "require_supported"]
 
-BASE_ARCHITECTURE = "Qwen3MoeForCausalLM"
-ARCHITECTURE = "WeftpubQwen3MoeForCausalLM"
 SUPPORTED_VERSIONS = "0.9.0"
 _LOCK = threading.RLock()
+
+
+@dataclass(frozen=True)
+class Base:
+    """One of AWEX's model families, as this adapter extends it.
+
+    Attributes:
+        architecture: ``architectures[0]`` of the Hugging Face config, and AWEX's name for the family.
+        name: ours, under which the extended converters are registered.
+        hybrid: whether gated attention and gated delta nets take turns in its layers.
+    """
+
+    architecture: str
+    hybrid: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"Weftpub{self.architecture}"
+
+
+BASES: Mapping[str, Base] = MappingProxyType(
+    {
+        base.architecture: base
+        for base in (
+            Base("Qwen3MoeForCausalLM"),
+            Base("Qwen3_5MoeForCausalLM", hybrid=True),
+            Base("Qwen3_5MoeForConditionalGeneration", hybrid=True),
+        )
+    }
+)
+
+
+def base_of(architecture: object) -> Base:
+    """The family of an architecture; ConfigError lists the supported ones."""
+    base = BASES.get(str(architecture))
+    if base is None:
+        raise ConfigError(f"architectures[0] is {architecture!r}; this adapter plans for {', '.join(map(repr, BASES))}")
+    return base
 
 
 def require_supported() -> str:
@@ -34,7 +73,7 @@ def require_supported() -> str:
 
 @contextmanager
 def entered() -> Iterator[None]:
-    """Let AWEX know our architecture while the block runs; other threads that enter wait."""
+    """Let AWEX know our families while the block runs; other threads that enter wait."""
     require_supported()
     from awex.models.registry import ModelRegistry
 
@@ -42,19 +81,21 @@ def entered() -> Iterator[None]:
     from weftpub_adapters.awex.sharding import sharding_strategy
 
     with _LOCK, _quiet(), _at_least_one_device():
-        if ARCHITECTURE in ModelRegistry.models:  # entered again by the same thread
+        if any(base.name in ModelRegistry.models for base in BASES.values()):  # entered again by the same thread
             yield
             return
-        ModelRegistry.models[ARCHITECTURE] = {
-            "model_name": ARCHITECTURE,
-            "sharding_strategy": sharding_strategy(),
-            "mcore_converter": trainer_converter,
-            "sglang_converter": engine_converter,
-        }
+        for base in BASES.values():
+            ModelRegistry.models[base.name] = {
+                "model_name": base.name,
+                "sharding_strategy": sharding_strategy(),
+                "mcore_converter": partial(trainer_converter, base),
+                "sglang_converter": partial(engine_converter, base),
+            }
         try:
             yield
         finally:
-            del ModelRegistry.models[ARCHITECTURE]
+            for base in BASES.values():
+                del ModelRegistry.models[base.name]
 
 
 @contextmanager

@@ -1,39 +1,28 @@
-"""Builds SGLang's real Qwen3-MoE for any tensor and expert parallel rank in one process, without torch.distributed.
+"""Builds SGLang's real model for any tensor and expert parallel rank in one process, without torch.distributed.
 
-The model is the one that a serving worker would build: `Qwen3MoeForCausalLM` with `FusedMoE` layers. Its
-configuration lives in a context of its own, so models of several ranks fit in one process and nothing process-wide
-changes. Weights are left as they come: a publish, or SGLang's own `load_weights`, fills them. Choice made: stand-ins
-for the process groups; cost: such a model cannot run a forward pass that communicates.
+The model is the one that a serving worker would build, with its `FusedMoE` layers, in a runtime context of its own
+(`context.py`). Weights are left as they come: a publish, or SGLang's own `load_weights`, fills them.
 """
 
-import json
-import sys
-import tempfile
-import types
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
 
 from weftpub.errors import ConfigError, PlanError
 from weftpub.plan import require_legal_tp
-from weftpub_adapters.sglang.parallel import ParallelSizes, parallel_sizes
+from weftpub_adapters.sglang.context import worker_context
+from weftpub_adapters.sglang.parallel import ParallelSizes
+from weftpub_adapters.sglang.placement import place_experts
+from weftpub_adapters.sglang.quantized import MODELS, check_scheme, make_model, quant_config
 from weftpub_adapters.sglang.support import check_backends, require_supported
 
-__all__ = ["ParallelSizes", "ServedModel", "build_model", "quantization_config"]
+__all__ = ["ServedModel", "build_model"]
 
 Format = Literal["fp8", "bf16"]
 _BLOCK = 128
-_GROUPS = {
-    "tp_group": ("tp_size", "tp_rank"),
-    "attn_tp_group": ("attn_tp_size", "attn_tp_rank"),
-    "moe_ep_group": ("moe_ep_size", "moe_ep_rank"),
-    "moe_tp_group": ("moe_tp_size", "moe_tp_rank"),
-}
 
 
 @dataclass(frozen=True)
@@ -41,7 +30,7 @@ class ServedModel:
     """One rank's model.
 
     Attributes:
-        model: `Qwen3MoeForCausalLM`.
+        model: SGLang's own class of the architecture.
         parallel: real sizes and ranks.
         hf_config: the `config.json` that it was built from, as plain data.
         format: "fp8" (routed experts only) or "bf16".
@@ -66,20 +55,15 @@ class ServedModel:
         with use_context(self.context):
             yield
 
+    def place_experts(self, physical_to_logical: Sequence[Sequence[int]] | None) -> None:
+        """Say which expert every slot of all ranks holds from now on, as SGLang's load balancing does when it moves
+        experts. The bytes are not moved.
 
-def quantization_config(layers: int) -> dict[str, Any]:
-    """A `quantization_config` that makes routed experts block FP8 and leaves every other linear, router and lm_head
-    in BF16.
-    """
-    others = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate")
-    return {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [_BLOCK, _BLOCK],
-        "modules_to_not_convert": [f"model.layers.{layer}.{name}" for layer in range(layers) for name in others]
-        + ["lm_head"],
-    }
+        Args:
+            physical_to_logical: a row for each layer; None deals the experts in their order, again from the first.
+        """
+        with self.active():
+            place_experts(self.model, physical_to_logical, self.parallel)
 
 
 def build_model(
@@ -92,17 +76,23 @@ def build_model(
     format: Format = "fp8",
     device: str | torch.device = "cpu",
     moe_runner_backend: str = "triton",
+    redundant_experts: int = 0,
+    physical_to_logical: Sequence[Sequence[int]] | None = None,
 ) -> ServedModel:
     """Build one rank's model with uninitialised weights.
 
     Args:
-        hf_config: a Qwen3-MoE `config.json`; its own `quantization_config`, if any, must agree with `format`.
+        hf_config: `config.json` of one of `quantized.MODELS`; its own `quantization_config`, if any, must agree with
+            `format`.
         tp_size, ep_size, rank: as SGLang means them: `tp_size` ranks in all, of which groups of `tp_size / ep_size`
             split each expert.
         attention_dp: data-parallel attention groups (`--enable-dp-attention --dp-size`).
         format: "fp8" for block FP8 routed experts, "bf16" for none.
-        device: where the parameters are made.
+        device: where the parameters are made; "meta" for none.
         moe_runner_backend: must keep weights as they are loaded.
+        redundant_experts: slots beyond the model's experts in each layer (`--ep-num-redundant-experts`).
+        physical_to_logical: for each layer the expert of every slot of all ranks, as SGLang's expert load balancing
+            would have placed them. By default slot i holds expert i modulo their number.
 
     Raises:
         ConfigError: the version, a backend or a size is not supported. PlanError: the sizes split an expert inside a
@@ -111,38 +101,38 @@ def build_model(
     require_supported()
     check_backends(moe_runner_backend)
     config = dict(hf_config)
-    _check_request(config, tp_size, ep_size, rank, attention_dp, format)
-    _require_cuda_code_path()
-    from sglang.srt.model_loader.utils import set_default_torch_dtype
-    from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
-    from sglang.srt.runtime_context import SpawnRanks, create_context, use_context
-
+    _check_request(config, tp_size, ep_size, rank, attention_dp, format, redundant_experts)
     target = torch.device(device)
-    with ExitStack() as stack:
-        arguments = _server_args(tp_size, ep_size, attention_dp, target, moe_runner_backend)
-        ranks = SpawnRanks(world_rank=rank, gpu_id=target.index or 0 if target.type == "cuda" else None)
-        context = create_context(arguments, role="scheduler", ranks=ranks)
-        stack.enter_context(use_context(context))
-        parallel, backends = _join_world(context, arguments)
-        stack.enter_context(_rotary_without_vllm())
-        stack.enter_context(set_default_torch_dtype(torch.bfloat16))
-        stack.enter_context(target)
-        model = Qwen3MoeForCausalLM(
-            _transformers_config(config), quant_config=_quant_config(config, format, Qwen3MoeForCausalLM)
-        )
+    scheme = quant_config(config, format)
+    with worker_context(
+        tp_size=tp_size,
+        ep_size=ep_size,
+        rank=rank,
+        attention_dp=attention_dp,
+        device=target,
+        moe_runner_backend=moe_runner_backend,
+        redundant_experts=redundant_experts,
+    ) as worker:
+        model = make_model(config, scheme)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    served = ServedModel(model.eval(), parallel, config, format, target, backends, context)
+    served = ServedModel(model.eval(), worker.parallel, config, format, target, worker.backends, worker.context)
     _check_formats(served)
+    if redundant_experts or physical_to_logical is not None:
+        served.place_experts(physical_to_logical)
     return served
 
 
-def _check_request(config: Mapping[str, Any], tp: int, ep: int, rank: int, attention_dp: int, format: str) -> None:
+def _check_request(
+    config: Mapping[str, Any], tp: int, ep: int, rank: int, attention_dp: int, format: str, redundant: int
+) -> None:
     if format not in ("fp8", "bf16"):
         raise ConfigError(f"format: expected 'fp8' or 'bf16', found {format!r}")
     architectures = config.get("architectures") or [None]
-    if architectures[0] != "Qwen3MoeForCausalLM":
-        raise ConfigError(f"architectures[0] is {architectures[0]!r}; this adapter serves 'Qwen3MoeForCausalLM'")
+    if architectures[0] not in MODELS:
+        raise ConfigError(
+            f"architectures[0] is {architectures[0]!r}; this adapter serves {', '.join(map(repr, MODELS))}"
+        )
     if bool(config.get("quantization_config")) and format != "fp8":
         raise ConfigError(
             "config.json holds a quantization_config, but format='bf16' was asked for; drop one of the two"
@@ -153,147 +143,58 @@ def _check_request(config: Mapping[str, Any], tp: int, ep: int, rank: int, atten
         )
     if attention_dp < 1 or tp % attention_dp:
         raise ConfigError(f"attention_dp={attention_dp} does not divide tp_size={tp}")
-    experts = config.get("num_experts") or config.get("num_local_experts") or 0
-    if not experts or experts % ep:
-        raise ConfigError(f"{experts} experts cannot be dealt to ep_size={ep} ranks equally; choose a divisor")
-    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
-        raise ConfigError("dense layers among the sparse ones are not supported (mlp_only_layers, decoder_sparse_step)")
+    text = {**config, **(config.get("text_config") or {})}
+    experts = text.get("num_experts") or text.get("num_local_experts") or 0
+    if not experts or (experts + redundant) % ep or redundant < 0:
+        slots = f"{experts} experts" + (f" and {redundant} redundant slots" if redundant else "")
+        raise ConfigError(f"{slots} cannot be dealt to ep_size={ep} ranks equally; choose a divisor")
+    if text.get("mlp_only_layers") or text.get("decoder_sparse_step", 1) != 1:
+        raise ConfigError(
+            "dense layers among the sparse ones (mlp_only_layers, decoder_sparse_step) are not supported: SGLang "
+            "builds experts in every layer of this model, whatever its config says"
+        )
     if format == "fp8":
-        _check_quantization(config)
-        require_legal_tp(config["moe_intermediate_size"], tp // ep, experts=experts, name="moe_intermediate_size")
-    elif config["moe_intermediate_size"] % (tp // ep):
+        _check_experts(text, tp // ep, experts)
+        check_scheme(config)
+    elif text["moe_intermediate_size"] % (tp // ep):
         raise PlanError(
-            f"moe_intermediate_size {config['moe_intermediate_size']} is not a multiple of expert tensor "
+            f"moe_intermediate_size {text['moe_intermediate_size']} is not a multiple of expert tensor "
             f"parallel size {tp // ep}"
         )
-    heads, attention_tp = config.get("num_attention_heads") or 0, tp // attention_dp
-    if not heads or heads % attention_tp:
-        raise ConfigError(
-            f"num_attention_heads {heads} cannot be split over {attention_tp} ranks (tp_size {tp} / attention_dp "
-            f"{attention_dp}); choose a divisor, or more attention_dp"
-        )
+    _check_heads(text, tp // attention_dp, f"tp_size {tp} / attention_dp {attention_dp}")
 
 
-def _check_quantization(config: Mapping[str, Any]) -> None:
-    """ConfigError for what SGLang itself refuses later, with less to go by."""
-    if config["moe_intermediate_size"] % _BLOCK:
+def _check_experts(text: Mapping[str, Any], expert_tp: int, experts: int) -> None:
+    size = text["moe_intermediate_size"]
+    if size % _BLOCK:
         raise ConfigError(
-            f"moe_intermediate_size {config['moe_intermediate_size']} is not a multiple of {_BLOCK}: SGLang takes no "
-            "ragged block of gate and up; pad the model's experts, or use format='bf16'"
+            f"moe_intermediate_size {size} is not a multiple of {_BLOCK}: SGLang takes no ragged block of gate and up; "
+            "pad the model's experts, or use format='bf16'"
         )
-    found = config.get("quantization_config") or quantization_config(0)
-    for key in ("quant_method", "activation_scheme", "weight_block_size"):
-        expected = quantization_config(0)[key]
-        if not isinstance(found, Mapping) or found.get(key) != expected:
-            value = found.get(key) if isinstance(found, Mapping) else found
+    require_legal_tp(size, expert_tp, experts=experts, name="moe_intermediate_size")
+
+
+def _check_heads(text: Mapping[str, Any], attention_tp: int, made_of: str) -> None:
+    for field in ("num_attention_heads", "linear_num_key_heads", "linear_num_value_heads"):
+        heads = text.get(field) or 0
+        if (field in text or field == "num_attention_heads") and (not heads or heads % attention_tp):
             raise ConfigError(
-                f"quantization_config: expected {key} {expected!r}, found {value!r}; export the model anew"
+                f"{field} {heads} cannot be split over {attention_tp} ranks ({made_of}); choose a divisor, or more "
+                "attention_dp"
             )
-
-
-def _require_cuda_code_path() -> None:
-    from sglang.srt.utils import is_cpu
-
-    if is_cpu():
-        raise ConfigError(
-            "SGLang's CPU engine repacks weights for its own kernels; unset SGLANG_USE_CPU_ENGINE in this process"
-        )
-
-
-def _server_args(tp: int, ep: int, attention_dp: int, device: torch.device, moe_runner: str) -> Any:
-    from sglang.srt.server_args import ServerArgs
-
-    attention = {"enable_dp_attention": True, "dp_size": attention_dp} if attention_dp > 1 else {}
-    return ServerArgs(
-        model_path="dummy",
-        device=device.type,
-        tp_size=tp,
-        ep_size=ep,
-        moe_runner_backend=moe_runner,
-        fp8_gemm_runner_backend="triton",
-        attention_backend="triton",
-        **attention,
-    )
-
-
-def _join_world(context: Any, arguments: Any) -> tuple[ParallelSizes, dict[str, str]]:
-    """Give the context its groups and MoE flags, as a worker's start-up would, and read back what SGLang made of the
-    request.
-    """
-    from sglang.srt.layers.dp_attention import initialize_dp_attention_flags
-    from sglang.srt.layers.moe.utils import get_moe_a2a_backend, get_moe_runner_backend, initialize_moe_config
-
-    parallel = context.parallel
-    groups = {name: _group(getattr(parallel, size), getattr(parallel, rank)) for name, (size, rank) in _GROUPS.items()}
-    parallel.override_permanently(
-        **groups, pp_group=_group(1, 0), world_group=_group(parallel.tp_size, parallel.tp_rank)
-    )
-    initialize_moe_config()
-    initialize_dp_attention_flags(arguments)
-    backends = {"moe_runner": str(get_moe_runner_backend().value), "moe_a2a": str(get_moe_a2a_backend().value)}
-    check_backends(backends["moe_runner"], a2a=backends["moe_a2a"])
-    return parallel_sizes(), backends
-
-
-def _group(size: int, rank: int) -> SimpleNamespace:
-    """What module constructors read of a process group."""
-    return SimpleNamespace(
-        world_size=size,
-        rank_in_group=rank,
-        rank=rank,
-        local_rank=rank,
-        is_first_rank=rank == 0,
-        is_last_rank=rank == size - 1,
-        device_group=None,
-        cpu_group=None,
-    )
-
-
-@contextmanager
-def _rotary_without_vllm() -> Iterator[None]:
-    """Off CUDA, SGLang's rotary embedding takes a kernel from vllm that only a forward pass would call."""
-    if torch.cuda.is_available() or "vllm" in sys.modules:
-        yield
-        return
-    package, ops = types.ModuleType("vllm"), types.ModuleType("vllm._custom_ops")
-    ops.rotary_embedding = None  # type: ignore[attr-defined]
-    stand_ins = {"vllm": package, "vllm._custom_ops": ops}
-    sys.modules.update(stand_ins)
-    try:
-        yield
-    finally:
-        for name in stand_ins:
-            sys.modules.pop(name, None)
-
-
-def _transformers_config(config: Mapping[str, Any]) -> Any:
-    """The configuration object as SGLang itself would read it from a checkpoint directory."""
-    from sglang.srt.utils.hf_transformers.config import get_config
-
-    with tempfile.TemporaryDirectory(prefix="weftpub-config-") as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
-        return get_config(directory, trust_remote_code=False)
-
-
-def _quant_config(config: Mapping[str, Any], format: Format, model_class: Any) -> Any:
-    if format == "bf16":
-        return None
-    from sglang.srt.layers.quantization.fp8 import Fp8Config
-
-    scheme = config.get("quantization_config") or quantization_config(config["num_hidden_layers"])
-    return Fp8Config.from_config({**scheme, "packed_modules_mapping": model_class.packed_modules_mapping})
 
 
 def _check_formats(served: ServedModel) -> None:
     """Routed experts have exactly the asked format; nothing else is FP8."""
     expert_dtype = torch.float8_e4m3fn if served.format == "fp8" else torch.bfloat16
     for name, parameter in served.model.named_parameters():
-        routed = ".mlp.experts." in name
         scale = name.endswith("_scale_inv")
-        expected = torch.float32 if scale else expert_dtype if routed else torch.bfloat16
-        if parameter.dtype != expected or (scale and not routed):
+        if ".mlp.experts." in name:
+            fit = (torch.float32 if scale else expert_dtype,)
+        else:  # SGLang keeps a few vectors in FP32
+            fit = () if scale else (torch.bfloat16, torch.float32)
+        if parameter.dtype not in fit:
             raise ConfigError(
-                f"{name} is {parameter.dtype}, expected {expected}: FP8 covers routed experts only; list "
-                "every other linear in "
-                "quantization_config.modules_to_not_convert"
+                f"{name} is {parameter.dtype}, expected {' or '.join(map(str, fit)) or 'none'}: FP8 covers routed "
+                "experts only; list every other linear in quantization_config.modules_to_not_convert"
             )

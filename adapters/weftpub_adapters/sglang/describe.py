@@ -12,6 +12,7 @@ import torch
 from weftpub.errors import ConfigError
 from weftpub.receive import EngineDescription, parameter_specs
 from weftpub_adapters.sglang.build import ServedModel
+from weftpub_adapters.sglang.derived import kept_parameters
 from weftpub_adapters.sglang.parallel import parallel_sizes
 from weftpub_adapters.sglang.placement import expert_slots, placement_digest
 from weftpub_adapters.sglang.support import require_supported
@@ -20,6 +21,7 @@ __all__ = [
     "describe_live",
     "describe_model",
     "device_identity",
+    "linear_shards",
     "live_backends",
     "live_tensors",
     "plain_config",
@@ -27,7 +29,6 @@ __all__ = [
     "w13_order",
 ]
 
-_RESTORED = "computed at start-up and kept by the engine through an offload"
 _PADDING = "rows beyond the vocabulary are padding and stay zero"
 
 
@@ -73,10 +74,10 @@ def describe_live(
         ConfigError: the engine splits, fuses or stores its model in a way that cannot be published to.
     """
     parallel = parallel_sizes()
-    buffers = [name for name, _ in model.named_buffers()]
+    exempt = kept_parameters(model)
+    kept = list(exempt)
     vocabulary = vocabulary_shards(model)
     slots = expert_slots(model)
-    exempt = dict.fromkeys(buffers, _RESTORED)
     exempt.update({name: _PADDING for name, shard in vocabulary.items() if shard["padding"]})
     return EngineDescription(
         engine=engine,
@@ -94,8 +95,9 @@ def describe_live(
             "parallel": asdict(parallel),
             "backends": dict(live_backends() if backends is None else backends),
             "w13_order": w13_order(model),
-            "buffers": buffers,
+            "kept": kept,
             "vocabulary": vocabulary,
+            "linears": linear_shards(model),
             "experts": slots,
             "hf_config": dict(hf_config),
         },
@@ -132,6 +134,19 @@ def w13_order(model: torch.nn.Module) -> str:
     if len(orders) != 1:
         raise ConfigError(f"layers of routed experts load their w13 rows in the orders {sorted(orders)}, expected one")
     return orders.pop()
+
+
+def linear_shards(model: torch.nn.Module) -> dict[str, int]:
+    """Module name of every linear that several ranks split, to their number."""
+    from sglang.srt.distributed.utils import get_group_rank_size
+    from sglang.srt.layers.linear import LinearBase
+
+    sizes = {
+        name: get_group_rank_size(module.tp_group)[1]
+        for name, module in model.named_modules()
+        if isinstance(module, LinearBase) and module.tp_group is not None
+    }
+    return {name: size for name, size in sizes.items() if size > 1}
 
 
 def vocabulary_shards(model: torch.nn.Module) -> dict[str, Any]:

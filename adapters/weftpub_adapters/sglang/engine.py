@@ -12,7 +12,9 @@ import torch
 from weftpub.errors import ConfigError, StateError, TornError
 from weftpub.receive import EngineDescription
 from weftpub_adapters.sglang.build import ServedModel
-from weftpub_adapters.sglang.describe import describe_model, live_tensors, vocabulary_shards
+from weftpub_adapters.sglang.derived import post_process_weights
+from weftpub_adapters.sglang.describe import describe_model, live_tensors
+from weftpub_adapters.sglang.placement import require_placement
 from weftpub_adapters.sglang.probe import LayerProbe, probe_layer
 
 __all__ = ["SGLangEngine"]
@@ -34,6 +36,7 @@ class SGLangEngine:
         self.name = name
         self.version: int | None = None
         self._rank = rank
+        self._placement: str | None = None
         self._paused = False
         self._resident = True
         self._intact = False
@@ -55,11 +58,20 @@ class SGLangEngine:
     def describe(self) -> EngineDescription:
         """Describe this rank as it is now; StateError while its memory is offloaded."""
         self._require_resident("describe")
-        return describe_model(self.served, engine=self.name, rank=self._rank)
+        description = describe_model(self.served, engine=self.name, rank=self._rank)
+        self._placement = description.placement
+        return description
 
     def live_tensors(self) -> Mapping[str, torch.Tensor]:
-        """Parameters and buffers as they are at this moment; StateError while their memory is offloaded."""
+        """Parameters and buffers as they are at this moment.
+
+        Raises:
+            StateError: their memory is offloaded. PlanError: experts were moved since this rank was described last, so
+                that a plan would send them to the wrong slots.
+        """
         self._require_resident("live_tensors")
+        with self.served.active():
+            require_placement(self.served.model, self._placement, self.name)
         return live_tensors(self.served.model)
 
     def weights_intact(self) -> bool:
@@ -110,26 +122,15 @@ class SGLangEngine:
         """Let SGLang's layers do what they do after loading, and prove that it moved no weight.
 
         Raises:
-            ConfigError: a layer replaced, moved or changed a parameter's layout; its backend cannot be published to.
+            ConfigError: a layer replaced, moved or reshaped a parameter; its backend cannot be published to.
         """
         self._require_resident("post_process")
-        self._zero_padding()
-        before = {name: tensor.data_ptr() for name, tensor in self._parameters()}
-        with self.served.active(), torch.no_grad():
-            for module in self.served.model.modules():
-                method = getattr(module, "quant_method", None)
-                if method is not None:
-                    method.process_weights_after_loading(module)
-        after = {name: tensor.data_ptr() for name, tensor in self._parameters()}
+        with self.served.active():
+            post_process_weights(self.served.model)
         layout = {name: (tensor.shape, tensor.stride(), tensor.dtype) for name, tensor in self._parameters()}
-        moved = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
-        moved += sorted(name for name in self._layout if layout.get(name) != self._layout[name] and name not in moved)
-        if moved:
-            raise ConfigError(
-                f"{self.name}: post-processing replaced or reshaped {moved[:4]} ({len(moved)} in all); this "
-                "backend derives its own weights and "
-                "cannot be published to in place, use moe_runner_backend='triton'"
-            )
+        changed = sorted(name for name in self._layout if layout.get(name) != self._layout[name])
+        if changed:
+            raise ConfigError(f"{self.name}: parameters have another layout than at the start: {changed[:4]}")
 
     def commit(self, version: int) -> None:
         """Make `version` the one that is served; lifts a fence."""
@@ -153,12 +154,6 @@ class SGLangEngine:
 
     def _parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         return list(self.served.model.named_parameters())
-
-    def _zero_padding(self) -> None:
-        """Rows of no token: SGLang's loader leaves them zero, and a NaN there would reach the logits."""
-        parameters = dict(self._parameters())
-        for name, shard in vocabulary_shards(self.served.model).items():
-            parameters[name].data[shard["end"] - shard["start"] :].zero_()
 
     def _require_resident(self, action: str) -> None:
         if not self._resident:

@@ -5,15 +5,16 @@ A slot is one row of a layer's w13 and w2. Without load balancing slot i of expe
 expert in several slots; the map changes while the engine serves, so whoever publishes reads it anew each time.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from weftpub.errors import ConfigError
+from weftpub.errors import ConfigError, PlanError
 from weftpub.plan.types import digest_of
+from weftpub_adapters.sglang.parallel import ParallelSizes
 
-__all__ = ["expert_slots", "placement_digest"]
+__all__ = ["expert_slots", "place_experts", "placement_digest", "require_placement"]
 
 
 def expert_slots(model: torch.nn.Module) -> dict[str, list[int]]:
@@ -37,6 +38,60 @@ def expert_slots(model: torch.nn.Module) -> dict[str, list[int]]:
 def placement_digest(slots: Mapping[str, list[int]]) -> str:
     """Digest of one rank's slots: another digest means that a plan made before sends experts to the wrong places."""
     return digest_of({name: slots[name] for name in sorted(slots)})
+
+
+def require_placement(model: torch.nn.Module, described: str | None, engine: str) -> None:
+    """PlanError if experts were moved since the rank was described with the digest `described`; None if it never was.
+
+    Reads SGLang's current runtime context.
+    """
+    if described is None:
+        return
+    now = placement_digest(expert_slots(model))
+    if now != described:
+        raise PlanError(
+            f"{engine}: experts were moved since this rank was described (placement {now[:12]}, described "
+            f"{described[:12]}), so the plan would write them into the wrong slots; describe the engine and plan again"
+        )
+
+
+def place_experts(
+    model: torch.nn.Module, physical_to_logical: Sequence[Sequence[int]] | None, parallel: ParallelSizes
+) -> None:
+    """Set the map of SGLang's current runtime context, which must be one that this process made for itself.
+
+    Args:
+        physical_to_logical: for each layer of the model the expert of every slot of all ranks; None deals the experts
+            in their order, again from the first.
+
+    Raises:
+        ConfigError: rows are of another number or length, or leave an expert out.
+    """
+    from sglang.srt.eplb import expert_location
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+
+    layers = [module for module in model.modules() if isinstance(module, FusedMoE)]
+    experts = model.config.get_text_config().num_experts
+    slots = layers[0].num_local_experts * parallel.moe_ep_size
+    if physical_to_logical is None:
+        physical_to_logical = [[slot % experts for slot in range(slots)]] * len(layers)
+    for row in physical_to_logical:
+        if len(row) != slots or set(row) != set(range(experts)) or len(physical_to_logical) != len(layers):
+            raise ConfigError(
+                f"expected {len(layers)} rows of {slots} slots that name every expert from 0 to {experts - 1}, found "
+                f"{len(physical_to_logical)} rows, one of them {list(row)}"
+            )
+    rows = torch.tensor([list(row) for row in physical_to_logical], device="cpu")
+    rank = {"ep_size": parallel.moe_ep_size, "moe_ep_rank": parallel.moe_ep_rank}
+    inverse = expert_location._compute_logical_to_all_physical_map(
+        physical_to_logical_map=rows, num_logical_experts=experts, **rank
+    )
+    expert_location.set_global_expert_location_metadata(
+        expert_location.ExpertLocationMetadata._init_raw(
+            physical_to_logical_map=rows, logical_to_all_physical_map=inverse, **rank
+        ),
+        allow_overwrite=True,
+    )
 
 
 def _slots(name: str, module: Any, metadata: Any) -> list[int]:
