@@ -1,0 +1,162 @@
+"""Prompts in DAPO-Math-17k's schema, their order, and what they look like as tokens."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from weftmoe.data import PromptSampler, arithmetic_rows, read_prompts, write_arithmetic
+from weftmoe.loop.prompts import encode_prompts
+
+from weftpub.errors import CheckpointError, ConfigError
+
+
+def row(index: Any, question: str = "What is 1 + 1?", truth: str = "2", **changes: Any) -> dict[str, Any]:
+    """A row as the data set's own parquet holds it."""
+    return {
+        "data_source": "math_dapo",
+        "prompt": [{"role": "user", "content": question}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": truth, "style": "rule-lighteval/MATH_v2"},
+        "extra_info": {"index": index},
+        **changes,
+    }
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(one) + "\n" for one in rows), encoding="utf-8")
+    return path
+
+
+def test_repeated_rows_are_one_prompt(tmp_path: Path) -> None:
+    """The published file holds 1.79 million rows of 17 thousand questions; training on all of them in order would show
+    each question a hundred times in an epoch."""
+    rows = [row("b", "q1"), row("a", "q2"), row("b", "q1"), row("b", "q1"), row("a", "q2")]
+    found = read_prompts(write(tmp_path / "rows.jsonl", rows))
+    assert [prompt.index for prompt in found.prompts] == ["b", "a"], "in order of first appearance"
+    assert (found.rows, found.repeated) == (5, 3)
+    assert "3 repeated rows dropped" in str(found)
+    first = found.prompts[0]
+    assert (first.chat, first.ground_truth, first.source) == ([{"role": "user", "content": "q1"}], "2", "math_dapo")
+
+
+def test_rows_of_one_index_must_agree(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"row 1: extra_info\.index 'a' names another question"):
+        read_prompts(write(tmp_path / "rows.jsonl", [row("a", "q1"), row("a", "q2")]))
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [{"prompt": "text"}, {"prompt": []}, {"reward_model": None}, {"extra_info": {}}, {"extra_info": {"index": None}}],
+    ids=str,
+)
+def test_other_schemas_are_refused(tmp_path: Path, broken: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="row 0"):
+        read_prompts(write(tmp_path / "rows.jsonl", [row("a", **broken)]))
+
+
+@pytest.mark.parametrize("name", ["nothing.parquet", "nothing.jsonl"])
+def test_missing_files_are_named(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        read_prompts(tmp_path / name)
+
+
+def test_a_folder_without_parquet_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no \.parquet"):
+        read_prompts(tmp_path)
+
+
+def test_parquet_as_published(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [row(f"id-{number % 3}", f"q{number % 3}") for number in range(10)]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "dapo-math-17k.parquet")
+    for source in (tmp_path / "dapo-math-17k.parquet", tmp_path):
+        found = read_prompts(source)
+        assert (len(found), found.rows) == (3, 10)
+    write_arithmetic(tmp_path / "sums.parquet", 5, seed=0)
+    assert len(read_prompts(tmp_path / "sums.parquet")) == 5
+
+
+def test_arithmetic_is_right_and_follows_from_its_seed(tmp_path: Path) -> None:
+    rows = list(arithmetic_rows(300, seed=3))
+    assert rows == list(arithmetic_rows(300, seed=3)) != list(arithmetic_rows(300, seed=4))
+    questions = [one["prompt"][0]["content"] for one in rows]
+    assert len(set(questions)) == 300
+    for question, one in zip(questions, rows, strict=True):
+        left, right = question.removesuffix("=").split("+")
+        assert int(one["reward_model"]["ground_truth"]) == int(left) + int(right)
+        assert max(len(left), len(right)) <= 2
+    write_arithmetic(tmp_path / "sums.jsonl", 300, seed=3)
+    assert read_prompts(tmp_path / "sums.jsonl").repeated == 0
+    with pytest.raises(ConfigError, match="at most 50"):
+        list(arithmetic_rows(60, seed=0, digits=1))
+
+
+# The order.
+
+
+def prompts(tmp_path: Path, count: int) -> Any:
+    return read_prompts(write(tmp_path / "rows.jsonl", [row(n, f"q{n}") for n in range(count)])).prompts
+
+
+def test_every_epoch_draws_every_prompt_once(tmp_path: Path) -> None:
+    sampler = PromptSampler(prompts(tmp_path, 7), seed=1, epochs=2)
+    drawn = [prompt.index for _ in range(7) for prompt in sampler.next(2)]
+    assert sorted(drawn[:7]) == sorted(drawn[7:]) == [str(n) for n in range(7)]
+    assert drawn[:7] != drawn[7:], "a new permutation each epoch"
+    assert sampler.next(2) == []
+    assert sampler.left == 0
+
+
+def test_a_restored_position_goes_on_in_the_same_order(tmp_path: Path) -> None:
+    unbroken = PromptSampler(prompts(tmp_path, 5), seed=1)
+    unbroken.next(8)
+    resumed = PromptSampler(prompts(tmp_path, 5), seed=1)
+    resumed.restore(json.loads(json.dumps(unbroken.state())))
+    assert resumed.epoch == 1
+    assert resumed.next(9) == unbroken.next(9)
+
+
+def test_without_shuffling_prompts_come_as_they_lie(tmp_path: Path) -> None:
+    sampler = PromptSampler(prompts(tmp_path, 3), seed=1, shuffle=False)
+    assert [prompt.index for prompt in sampler.next(5)] == ["0", "1", "2", "0", "1"]
+
+
+def test_positions_of_other_data_are_refused(tmp_path: Path) -> None:
+    state = PromptSampler(prompts(tmp_path, 5), seed=1).state()
+    with pytest.raises(CheckpointError, match="resume with the same data and seed"):
+        PromptSampler(prompts(tmp_path, 5), seed=2).restore(state)
+    with pytest.raises(CheckpointError):
+        PromptSampler(prompts(tmp_path, 4), seed=1).restore(state)
+
+
+# Tokens.
+
+
+class Letters:
+    """A tokenizer of letters whose template marks turns."""
+
+    def apply_chat_template(self, chat: list[dict[str, str]], *, tokenize: bool, **options: Any) -> str:
+        assert not tokenize
+        end = "A:" if options["add_generation_prompt"] else ""
+        return "".join(f"{turn['role'][0]}:{turn['content']};" for turn in chat) + end
+
+    def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+        assert not add_special_tokens, "the template has them already"
+        return {"input_ids": [ord(letter) for letter in text]}
+
+
+def test_long_prompts_are_left_out_and_turns_are_measured(tmp_path: Path) -> None:
+    turns = [("system", "s"), ("user", "hi"), ("assistant", "yes"), ("user", "more")]
+    chat = [{"role": role, "content": content} for role, content in turns]
+    rows = [row("short", "q"), row("long", "q" * 100), row("turns", prompt=chat)]
+    read = read_prompts(write(tmp_path / "rows.jsonl", rows))
+    kept, left_out = encode_prompts(read, Letters(), longest=40, enable_thinking=False)
+    assert [one.prompt.index for one in kept] == ["short", "turns"]
+    assert left_out == 1
+    assert kept[0].tokens == tuple(map(ord, "u:q;A:"))
+    assert kept[0].turns == (6,)
+    assert kept[1].turns == (len("s:s;u:hi;"), len("s:s;u:hi;a:yes;u:more;A:"))
+    with pytest.raises(ConfigError, match="max_prompt_tokens=3"):
+        encode_prompts(read, Letters(), longest=3, enable_thinking=False)

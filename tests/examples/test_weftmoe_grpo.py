@@ -1,0 +1,286 @@
+"""GRPO's arithmetic: values by hand, slow straightforward formulations, and statistics that replay bit for bit."""
+
+import math
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from weftmoe.grpo import (
+    CorrectionSettings,
+    DynamicSampling,
+    LossSettings,
+    Sequence,
+    correct,
+    deal,
+    group_advantages,
+    microbatches,
+    select_groups,
+    sequence_sums,
+    summarize,
+    token_loss,
+)
+
+from weftpub.errors import ConfigError
+
+# Advantages.
+
+
+def test_advantages_by_hand() -> None:
+    # mean 0.25, variance (3 * 0.0625 + 0.5625) / 4 = 0.1875
+    group = group_advantages([1.0, 0.0, 0.0, 0.0], epsilon=0.0)
+    assert group.mean == 0.25
+    assert group.std == pytest.approx(math.sqrt(0.1875), rel=1e-15)
+    assert group.advantages == pytest.approx((math.sqrt(3), *[-1 / math.sqrt(3)] * 3), rel=1e-15)
+
+
+def test_mean_advantages_leave_the_scale() -> None:
+    assert group_advantages([3.0, 1.0], normalize_std=False).advantages == (1.0, -1.0)
+
+
+@pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -7.3])
+def test_a_group_of_equal_rewards_trains_nothing(reward: float) -> None:
+    """0.1 three times has a mean that is an ulp off in plain sums; over a tiny deviation that would be an advantage."""
+    group = group_advantages([reward] * 3, epsilon=0.0)
+    assert group.advantages == (0.0, 0.0, 0.0)
+    assert not group.informative
+
+
+@given(st.lists(st.floats(-10, 10), min_size=2, max_size=16), st.randoms())
+def test_advantages_do_not_depend_on_order(rewards: list[float], shuffle: random.Random) -> None:
+    places = list(range(len(rewards)))
+    shuffle.shuffle(places)
+    straight = group_advantages(rewards).advantages
+    turned = group_advantages([rewards[place] for place in places]).advantages
+    assert turned == tuple(straight[place] for place in places)
+
+
+def test_clipped_advantages() -> None:
+    assert group_advantages([1.0] + [0.0] * 15, clip=2.0).advantages[0] == 2.0
+
+
+@pytest.mark.parametrize("rewards", [[], [1.0, math.nan], [math.inf]])
+def test_rewards_that_are_no_numbers_are_refused(rewards: list[float]) -> None:
+    with pytest.raises(ConfigError):
+        group_advantages(rewards)
+
+
+# Dynamic sampling.
+
+
+def test_groups_without_information_are_replaced() -> None:
+    groups = [group_advantages(rewards) for rewards in ([1, 1], [1, 0], [0, 0], [0, 1], [1, 0])]
+    settings = DynamicSampling(enabled=True, max_rounds=3)
+    first = select_groups(groups[:3], 2, settings, 1)
+    assert (first.kept, first.dropped, first.complete) == ((1,), (0, 2), False)
+    second = select_groups(groups, 2, settings, 2)
+    assert (second.kept, second.dropped, second.complete) == ((1, 3), (0, 2), True)
+    assert select_groups(groups[:3], 2, settings, 3).complete, "after the last round the step goes on"
+    off = select_groups(groups[:3], 2, DynamicSampling(), 1)
+    assert (off.kept, off.complete) == ((0, 1, 2), True)
+
+
+# Correction and loss.
+
+
+def test_correction_by_hand() -> None:
+    trainer = torch.log(torch.tensor([0.5, 0.6, 0.1, 0.9]))
+    rollout = torch.log(torch.tensor([0.5, 0.2, 0.8, 0.1]))  # ratios 1, 3, 0.125, 9
+    found = correct(trainer, rollout, CorrectionSettings(cap=2.0, reject_below=0.2, reject_above=8.0))
+    assert found.weights.tolist() == pytest.approx([1.0, 2.0, 0.0, 0.0])
+    assert found.truncated.tolist() == [False, True, False, False]
+    assert found.rejected.tolist() == [False, False, True, True]
+
+
+def test_no_correction_leaves_weights_one() -> None:
+    found = correct(torch.tensor([-9.0]), torch.tensor([0.0]), CorrectionSettings(enabled=False))
+    assert (found.weights.item(), found.truncated.item(), found.rejected.item()) == (1.0, False, False)
+
+
+def test_a_token_that_the_engine_never_could_draw_is_rejected() -> None:
+    """An engine that reports minus infinity for a drawn token would make the ratio infinite and the loss NaN."""
+    found = correct(torch.tensor([-1.0]), torch.tensor([-math.inf]), CorrectionSettings())
+    assert (found.weights.item(), found.rejected.item()) == (0.0, True)
+
+
+def slow_loss(logp: float, old: float, advantage: float, weight: float, low: float, high: float) -> float:
+    ratio = math.exp(logp - old)
+    clipped = min(max(ratio, 1 - low), 1 + high)
+    return -weight * min(ratio * advantage, clipped * advantage)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_loss_and_gradient_against_the_slow_formulation(seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    old = -torch.rand(40, generator=draw, dtype=torch.float64) * 3
+    logp = (old + torch.randn(40, generator=draw, dtype=torch.float64) * 0.4).float()
+    advantages, weights = torch.randn(40, generator=draw), torch.rand(40, generator=draw) * 2
+    settings = LossSettings(0.2, 0.28)
+    logp.requires_grad_()
+    found = token_loss(logp, old.float(), advantages, weights, settings)
+    found.values.sum().backward()
+    assert logp.grad is not None
+    step, seen = 1e-4, 0
+    for i in range(40):
+        arguments = (float(old[i].float()), float(advantages[i]), float(weights[i]), 0.2, 0.28)
+        value = float(logp[i].detach())
+        assert float(found.values[i].detach()) == pytest.approx(slow_loss(value, *arguments), rel=1e-5, abs=1e-6)
+        slope = (slow_loss(value + step, *arguments) - slow_loss(value - step, *arguments)) / (2 * step)
+        assert float(logp.grad[i]) == pytest.approx(slope, rel=2e-3, abs=2e-3)
+        clipped = bool(found.clipped_low[i] or found.clipped_high[i])
+        assert clipped == (slope == 0.0)
+        seen += clipped
+    assert seen > 3, "the case must reach the clipped region"
+
+
+def test_clip_higher_lets_rising_tokens_rise_further() -> None:
+    """A ratio of 1.25 is beyond 1 + 0.2 and within 1 + 0.28: only the lower bound is symmetric."""
+    logp, zero, one = torch.log(torch.tensor([1.25])), torch.zeros(1), torch.ones(1)
+    assert not token_loss(logp, zero, one, one, LossSettings(0.2, 0.28)).clipped_high.item()
+    assert token_loss(logp, zero, one, one, LossSettings(0.2, 0.2)).clipped_high.item()
+
+
+def test_shapes_that_would_broadcast_are_refused() -> None:
+    with pytest.raises(ConfigError, match="one shape"):
+        token_loss(torch.zeros(4), torch.zeros(4), torch.zeros(1), torch.zeros(4), LossSettings())
+
+
+# Packing.
+
+
+def made(index: int, prompt: int, completion: int) -> Sequence:
+    tokens = tuple(100 * (index + 1) + place for place in range(prompt + completion))
+    return Sequence(index, tokens, prompt, tuple(-0.1 * (place + 1) for place in range(completion)), float(index))
+
+
+SEQUENCES = [made(0, 3, 2), made(1, 1, 4), made(2, 5, 1), made(3, 2, 2)]
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("budget", [5, 9, 100])
+def test_every_completion_token_is_predicted_once(layout: str, budget: int) -> None:
+    """The value picked for a completion token sits where its predecessor is the input, and the label is the token."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for batch in microbatches(SEQUENCES, budget=budget, layout=layout):
+        assert batch.tokens.numel() <= budget
+        inputs, labels = batch.pick(batch.tokens), batch.pick(batch.labels)
+        for sequence, before, after in zip(batch.sequences, inputs, labels, strict=True):
+            assert sequence.index not in found
+            found[sequence.index] = list(zip(before.tolist(), after.tolist(), strict=True))
+    expected = {
+        s.index: [(s.tokens[place - 1], s.tokens[place]) for place in range(s.prompt, len(s.tokens))] for s in SEQUENCES
+    }
+    assert found == expected
+    assert list(found) == [0, 1, 2, 3], "in batch order"
+
+
+def test_packed_boundaries_and_fill() -> None:
+    (batch,) = microbatches(SEQUENCES, budget=100, layout="packed", pad_to=8)
+    assert batch.starts == (0, 4, 8, 13, 16)
+    assert batch.tokens.shape == (1, 16)
+    assert batch.positions[0].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 1, 2]
+    (filled,) = microbatches(SEQUENCES[:3], budget=100, layout="packed", pad_to=8)
+    assert filled.starts == (0, 4, 8, 13, 16)
+    assert sum(len(values) for values in filled.pick(filled.tokens)) == filled.trained == 7
+
+
+def test_a_sequence_beyond_the_budget_is_refused() -> None:
+    with pytest.raises(ConfigError, match="sequence 2 has 5 input tokens"):
+        list(microbatches(SEQUENCES, budget=4, layout="packed"))
+
+
+def test_deal_balances_tokens_and_keeps_order() -> None:
+    draw = random.Random(0)
+    sequences = [made(index, draw.randint(1, 40), draw.randint(1, 40)) for index in range(37)]
+    shares = deal(sequences, 4)
+    assert sorted(s.index for share in shares for s in share) == list(range(37))
+    assert all([s.index for s in share] == sorted(s.index for s in share) for share in shares)
+    loads = [sum(s.inputs for s in share) for share in shares]
+    assert max(loads) - min(loads) <= max(s.inputs for s in sequences)
+    assert [len(share) for share in deal(sequences[:2], 4)] == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize(("prompt", "logprobs"), [(0, 3), (3, 0), (1, 1)])
+def test_sequences_that_cannot_train_are_refused(prompt: int, logprobs: int) -> None:
+    with pytest.raises(ConfigError):
+        Sequence(0, (1, 2, 3), prompt, (-1.0,) * logprobs)
+
+
+# Statistics.
+
+
+def random_tokens(seed: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    rollout = -torch.rand(count, generator=draw) * 5
+    return rollout + torch.randn(count, generator=draw) * 0.05, rollout
+
+
+def test_statistics_by_hand() -> None:
+    half, quarter = math.log(0.5), math.log(0.25)
+    first = sequence_sums(
+        0,
+        torch.tensor([half, half], dtype=torch.float64),
+        torch.tensor([half, quarter], dtype=torch.float64),
+        loss=torch.tensor([1.0, 2.0]),
+        truncated=torch.tensor([False, True]),
+    )
+    second = sequence_sums(
+        1,
+        torch.tensor([quarter], dtype=torch.float64),
+        torch.tensor([half], dtype=torch.float64),
+        loss=torch.tensor([6.0]),
+        clipped_low=torch.tensor([True]),
+        rejected=torch.tensor([True]),
+    )
+    found = summarize([second, first])
+    # d = 0, ln 2, -ln 2
+    assert (found.tokens, found.sequences) == (3, 2)
+    assert found.difference_mean == pytest.approx(0.0, abs=1e-16)
+    assert found.difference_abs_mean == pytest.approx(2 * math.log(2) / 3)
+    assert found.difference_std == pytest.approx(math.log(2) * math.sqrt(2 / 3))
+    assert found.difference_abs_max == pytest.approx(math.log(2))
+    assert found.kl == pytest.approx(((2 - 1 - math.log(2)) + (0.5 - 1 + math.log(2))) / 3)
+    assert found.loss == 3.0
+    assert (found.clip_low_fraction, found.truncated_fraction) == (pytest.approx(1 / 3), pytest.approx(1 / 3))
+    assert (found.truncated_tokens, found.rejected_tokens) == (1, 1)
+
+
+@pytest.mark.parametrize("order", [0, 1, 2])
+def test_replaying_a_batch_gives_the_same_bits(order: int) -> None:
+    """Whatever rank summed a sequence, and in whatever order the sums arrive."""
+    sums = [sequence_sums(index, *random_tokens(index, 50 + 13 * index), loss=random_tokens(7, 50 + 13 * index)[0])
+            for index in range(20)]  # fmt: skip
+    again = [sequence_sums(index, *random_tokens(index, 50 + 13 * index), loss=random_tokens(7, 50 + 13 * index)[0])
+             for index in range(20)]  # fmt: skip
+    random.Random(order).shuffle(again)
+    one, other = summarize(sums).plain(), summarize(again).plain()
+    assert {name: value.hex() for name, value in one.items() if isinstance(value, float)} == {
+        name: value.hex() for name, value in other.items() if isinstance(value, float)
+    }
+    assert one == other
+
+
+def test_statistics_are_float64_whatever_comes_in() -> None:
+    """Ten thousand equal float32 differences: a float32 sum would be off in the fourth digit."""
+    rollout = torch.zeros(10_000)
+    trainer = torch.full((10_000,), 0.1)
+    found = summarize([sequence_sums(0, trainer, rollout)])
+    assert found.difference_mean == pytest.approx(float(torch.tensor(0.1)), rel=1e-12)
+
+
+def test_a_changed_token_changes_the_statistics() -> None:
+    trainer, rollout = random_tokens(0, 100)
+    before = summarize([sequence_sums(0, trainer, rollout)])
+    trainer[50] = torch.nextafter(trainer[50], torch.tensor(0.0))
+    assert summarize([sequence_sums(0, trainer, rollout)]).kl != before.kl
+
+
+def test_kl_estimates_the_true_divergence() -> None:
+    """Tokens drawn from one distribution over three tokens, scored by another."""
+    rollout_p, trainer_p = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.4, 0.4, 0.2])
+    true = float((rollout_p * (rollout_p / trainer_p).log()).sum())
+    drawn = torch.multinomial(rollout_p, 200_000, replacement=True, generator=torch.Generator().manual_seed(0))
+    found = summarize([sequence_sums(0, trainer_p.log()[drawn], rollout_p.log()[drawn])])
+    assert found.kl == pytest.approx(true, rel=0.05)
+    assert found.kl_k1 == pytest.approx(true, rel=0.15)

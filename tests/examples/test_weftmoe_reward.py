@@ -1,0 +1,115 @@
+"""Rewards: the exact rule, the verifier's rule, and worker processes that hang, die or cannot start."""
+
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from weftmoe.reward import Rewarder, RewardJob, RewardPool, exact_reward
+from weftmoe.reward.math import answer_part
+
+from weftpub.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("completion", "truth", "reward"),
+    [
+        ("34", "34", 1.0),
+        (" 34 ", "34", 1.0),
+        ("035", "35", 0.0),
+        ("3", "34", 0.0),
+        ("", "34", 0.0),
+        ("34 34", "34", 0.0),
+    ],
+)
+def test_exact_rule(completion: str, truth: str, reward: float) -> None:
+    assert exact_reward(completion, truth) == reward
+
+
+def test_the_stated_answer_is_what_counts() -> None:
+    assert answer_part("Answer: 3\nNo.\nAnswer: 4") == "4"
+    assert answer_part("the answer : x") == "x"
+    assert answer_part("a" * 400 + "7") == "a" * 299 + "7"
+
+
+# A worker for the pool's own behaviour: it understands a few words instead of mathematics.
+WORKER = """
+    import json, sys, time
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        job = json.loads(line)
+        word = job["completion"]
+        if word == "hang":
+            time.sleep(1000)
+        if word == "die":
+            sys.exit(3)
+        answer = {"error": "ValueError: odd"} if word == "raise" else {"reward": float(word == job["ground_truth"])}
+        print(json.dumps(answer), flush=True)
+"""
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> list[str]:
+    path = tmp_path / "worker.py"
+    path.write_text(textwrap.dedent(WORKER), encoding="utf-8")
+    return [sys.executable, "-S", str(path)]
+
+
+def test_a_hanging_expression_costs_one_zero(worker: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A completion of nested exponents kept a verifier busy for good, and the whole step with it."""
+    monkeypatch.setattr("weftmoe.reward.pool._GRACE_S", -2.5)
+    words = ["1", "hang", "1", "die", "raise", "1", "0", "hang", "1"]
+    with RewardPool(2, seconds=1, command=worker) as pool:
+        verdicts = pool.judge([(word, "1") for word in words])
+        again = pool.judge([("1", "1")] * 4)
+    outcomes = ["judged", "timeout", "judged", "died", "error", "judged", "judged", "timeout", "judged"]
+    assert [verdict.outcome for verdict in verdicts] == outcomes
+    assert [verdict.reward for verdict in verdicts] == [1.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0]
+    assert all(verdict.reward == 1.0 for verdict in again), "workers that died were replaced"
+
+
+def test_a_worker_that_cannot_start_is_an_error(tmp_path: Path) -> None:
+    missing = "import json; print(json.dumps({'missing': 'install math-verify'}))"
+    with (
+        RewardPool(1, command=[sys.executable, "-c", missing]) as pool,
+        pytest.raises(ConfigError, match="math-verify"),
+    ):
+        pool.judge([("1", "1")])
+    with (
+        RewardPool(1, command=[sys.executable, "-c", ""]) as pool,
+        pytest.raises(ConfigError, match="ended at its start"),
+    ):
+        pool.judge([("1", "1")])
+
+
+def test_no_worker_outlives_the_pool(worker: list[str]) -> None:
+    pool = RewardPool(1, seconds=1, command=worker)
+    pool.judge([("1", "1")])
+    held = pool._idle.get_nowait()
+    assert held is not None
+    pool._idle.put(held)
+    pool.close()
+    assert held._process.poll() is not None
+
+
+def test_the_exact_rule_needs_no_process() -> None:
+    with Rewarder(workers=1) as rewarder:
+        rewards, outcomes = rewarder.judge([RewardJob("2", "2", "exact"), RewardJob("3", "2", "exact")])
+        assert (rewards, outcomes) == ([1.0, 0.0], {"judged": 2})
+        assert rewarder._pool is None
+
+
+def test_the_verifier_judges_mathematics() -> None:
+    pytest.importorskip("math_verify")
+    cases = [
+        ("so\nAnswer: 34", "34", 1.0),
+        ("Answer: \\frac{1}{2}", "0.5", 1.0),
+        ("Answer: $\\frac{2}{4}$", "\\frac{1}{2}", 1.0),
+        ("thus \\boxed{35}", "34", 0.0),
+        ("Answer: 1,000", "1000", 1.0),
+        ("Answer: \\boxed{9^{9^{9^{9}}}}", "1", 0.0),
+        ("", "1", 0.0),
+    ]
+    with Rewarder(workers=1, seconds=1) as rewarder:
+        rewards, _ = rewarder.judge([RewardJob(completion, truth, "math") for completion, truth, _ in cases])
+    assert rewards == [reward for _, _, reward in cases]
