@@ -51,7 +51,19 @@ def publish_all(
     )
 
 
-@pytest.mark.parametrize("world", [World(experts=4, ep=2, send_ep=2), World(experts=4, ep=1, tp=2, send_ep=3)])
+SIX = {"experts": 6, "hidden": 128, "intermediate": 128, "extra": EXTRA}
+
+
+@pytest.mark.parametrize(
+    "world",
+    [
+        World(experts=4, ep=2, send_ep=2),
+        World(experts=4, ep=1, tp=2, send_ep=3),
+        *(World(send_ep=senders, ep=ep, **SIX) for senders, ep in ((1, 6), (6, 1), (2, 3), (3, 2), (6, 6), (5, 3))),
+        World(send_ep=3, ep=3, engines=2, **SIX),
+    ],
+    ids=lambda w: f"{w.send_ep * w.replicas}-to-{w.engines}x{w.ranks}",
+)
 def test_every_rank_sends_its_own(world: World, tmp_path: Path) -> None:
     with open_room(world, tmp_path, version=None) as room:
         senders = publishers(room)
