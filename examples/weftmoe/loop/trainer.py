@@ -34,7 +34,6 @@ from weftmoe.loop.model import build_model, initialize
 from weftmoe.loop.optimizer import optimizer_fields, uses_flat_buffers
 from weftmoe.loop.ranks import Ranks
 from weftmoe.loop.scoring import log_probabilities
-from weftmoe.loop.sources import ParameterStore
 from weftmoe.loop.weights import load_hf
 from weftmoe.schema import Settings
 from weftpub.errors import NonFiniteGradientError
@@ -75,6 +74,7 @@ class MegatronGrpo:
         self._settings = settings
         self._ranks = Ranks()
         self._away: frozenset[str] = frozenset()
+        self._mapping: Any = None
         initialize(settings, device)
         model = build_model(settings, self.fields, device)
         if read_weights:
@@ -179,18 +179,20 @@ class MegatronGrpo:
         """The plan from this trainer to engines that describe themselves; collective."""
         from weftpub_adapters.awex import plan_publish
 
-        return plan_publish(self.model, self._store, self.hf_config, descriptions)
+        return plan_publish(self.model, self.attachment.store, self.hf_config, descriptions)
 
     @contextmanager
     def sources(self) -> Iterator[tuple[dict[str, torch.Tensor], dict[str, int] | None]]:
         """This rank's canonical tensors and the checksums that are known, held until the block ends."""
-        from weftpub_adapters.awex import canonical_sources
+        from weftpub_adapters.awex import SourceMapping
 
+        store = self.attachment.store
+        if self._mapping is None:  # the places stay; only memory comes and goes
+            self._mapping = SourceMapping(self.model, store, self.hf_config)
         hold = self.attachment.reading("publish") if self.attachment.attached else contextlib.nullcontext()
         with hold:
-            store = self.attachment.store
             sums = None if store is None else dict(store.checksums)
-            found = canonical_sources(self.model, self._store, self.hf_config)
+            found = self._mapping.tensors()
             if self.device.type == "cpu":
                 # Host code reads them through numpy, which makes a storage's size final: parameters that are offloaded
                 # afterwards must not be the ones.
@@ -257,8 +259,6 @@ class MegatronGrpo:
         self.ddp = DistributedDataParallel(model.config, wrapper, model)
         self.optimizer = get_megatron_optimizer(OptimizerConfig(**optimizer_fields(settings)), [self.ddp])
         self.attachment = attach(self.ddp, self.optimizer, prepared=prepared)
-        store = self.attachment.store
-        self._store: Any = ParameterStore(prepared.layers) if store is None else store
 
     def _offload_baseline(self, tags: Many[str]) -> None:
         own = [tag for tag in tags if tag != "optimizer"]

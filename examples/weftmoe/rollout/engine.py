@@ -1,10 +1,7 @@
-"""An SGLang engine of this process with two more calls than a driver needs: scoring given tokens, and SGLang's own
-weight update, which the baseline uses.
-"""
+"""An SGLang engine of this process that also takes weights by SGLang's own update, which the baseline uses."""
 
 import os
-import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,15 +10,11 @@ import torch
 from weftpub.errors import ChannelError
 from weftpub_adapters.sglang.driver import LocalEngine
 
-__all__ = ["ScoringEngine", "process_environment"]
+__all__ = ["UpdatableEngine", "process_environment"]
 
 
-class ScoringEngine(LocalEngine):
-    """A `LocalEngine` that also scores and loads tensors."""
-
-    def score(self, sequences: Sequence[tuple[tuple[int, ...], int]], seconds: float) -> list[tuple[float, ...]]:
-        """Log-probabilities of given tokens, see `weftmoe.rollout.Rollout.score`."""
-        return self._call(self._score(sequences), "score", seconds)
+class UpdatableEngine(LocalEngine):
+    """A `LocalEngine` that also loads tensors."""
 
     def load_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]], *, bucket: int, seconds: float) -> None:
         """SGLang's own update: named tensors, in buckets, into the model through its loader.
@@ -57,26 +50,6 @@ class ScoringEngine(LocalEngine):
         )
         answer: tuple[Any, ...] = await self._manager.update_weights_from_tensor(request, None)
         return answer
-
-    async def _score(self, sequences: Sequence[tuple[tuple[int, ...], int]]) -> list[tuple[float, ...]]:
-        found = []
-        for tokens, first in sequences:  # one at a time: the batch would change the last bits
-            answer = await self._engine.async_generate(
-                input_ids=list(tokens),
-                sampling_params={"max_new_tokens": 1, "temperature": 0.0},
-                return_logprob=True,
-                logprob_start_len=0,
-                rid=f"score-{uuid.uuid4().hex}",
-            )
-            scored = answer["meta_info"].get("input_token_logprobs") or []
-            wanted = scored[len(scored) - (len(tokens) - first) :]
-            if len(scored) < len(tokens) - first or any(entry[0] is None for entry in wanted):
-                raise ChannelError(
-                    f"{self.where}: {len(scored)} input log-probs for {len(tokens)} tokens, {len(tokens) - first} "
-                    "wanted"
-                )
-            found.append(tuple(float(entry[0]) for entry in wanted))
-        return found
 
 
 @contextmanager

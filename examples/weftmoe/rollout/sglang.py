@@ -19,7 +19,7 @@ from weftmoe.env import role_environment
 from weftmoe.loop.ranks import Ranks
 from weftmoe.rollout.base import PlanFor, Published, Request, Sample, Span
 from weftmoe.rollout.checks import byte_check
-from weftmoe.rollout.engine import ScoringEngine, process_environment
+from weftmoe.rollout.engine import UpdatableEngine, process_environment
 from weftmoe.schema import Settings
 from weftmoe.telemetry.record import ByteCheck
 from weftpub.channel import Deadlines
@@ -67,7 +67,7 @@ class SglangRollout:
         self._stops, self._run_id, self._work = stops, run_id, work
         self._ranks = Ranks()
         self._stack = ExitStack()
-        self._handle: ScoringEngine | None = None
+        self._handle: UpdatableEngine | None = None
         self._engine: ColocatedEngine | None = None
         self._publisher: Publisher | None = None
         self._descriptions: list[Any] = []
@@ -97,7 +97,7 @@ class SglangRollout:
             directory = self._model if self._native else engine_directory(self._work, self._model, self._settings)
             arguments = engine_arguments(self._settings, directory)
             with process_environment(role_environment(self._settings, "engine")):
-                self._handle = ScoringEngine.start(name=_ENGINE, deadlines=self._deadlines(), **arguments)
+                self._handle = UpdatableEngine.start(name=_ENGINE, deadlines=self._deadlines(), **arguments)
             self._stack.callback(self._handle.shutdown)
         if not self._native:
             self._start_publisher()
@@ -131,7 +131,13 @@ class SglangRollout:
     def score(self, sequences: Sequence[tuple[tuple[int, ...], int]]) -> list[tuple[float, ...]]:
         scored = None
         if self._ranks.first:
-            scored = self._required().score(sequences, self._settings.rollout.generate_timeout)
+            handle, seconds = self._required(), self._settings.rollout.generate_timeout
+            sampling = {"max_new_tokens": 1, "temperature": 0.0}
+            # One at a time: other requests in a batch would change the last bits.
+            scored = [
+                handle.generate([tokens], sampling, score_from=[first], seconds=seconds)[0].scores
+                for tokens, first in sequences
+            ]
         found: list[tuple[float, ...]] = self._ranks.broadcast(scored)
         return found
 
@@ -250,7 +256,7 @@ class SglangRollout:
             resume=publish.deadline,
         )
 
-    def _required(self) -> ScoringEngine:
+    def _required(self) -> UpdatableEngine:
         if self._handle is None:
             raise StateError("only rank 0 has the engine, once it is started")
         return self._handle

@@ -1,0 +1,252 @@
+"""Records, logs, sinks, and what `weftpub report` makes of them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from weftmoe.report import draw_runs, report, summarize_run
+from weftmoe.telemetry import (
+    ByteCheck,
+    Counters,
+    ModelShape,
+    PhaseProgress,
+    RunHeader,
+    RunLog,
+    StepRecord,
+    Timers,
+    open_sinks,
+    read_log,
+    training_flops,
+    turn_lengths,
+)
+from weftmoe.telemetry.log import LOG_NAME
+
+from weftpub import cli
+from weftpub.errors import ConfigError
+
+
+def header(variant: str = "fp8", **changes: Any) -> RunHeader:
+    fields: dict[str, Any] = {
+        "run_id": "run",
+        "started": "2026-01-01T00:00:00+00:00",
+        "variant": variant,
+        "seed": 3,
+        "model": "smoke",
+        "resumed_from": None,
+        "rollout": "an engine",
+        "device": "CPU",
+        "notes": ("a note",),
+        "settings": {},
+        "versions": {"torch": "1"},
+    }
+    return RunHeader(**fields | changes)
+
+
+def record(step: int, **changes: Any) -> StepRecord:
+    statistics = {"kl": 1e-4 * step, "difference_abs_mean": 0.01, "rejected_tokens": 1, "truncated_tokens": 2}
+    statistics |= {"clip_low_fraction": 0.0, "clip_high_fraction": 0.1}
+    one = Counters(prompt=10, completion=20, trained=20, completions=4)
+    fields: dict[str, Any] = {
+        "step": step,
+        "epoch": 0,
+        "served_version": step - 1,
+        "published_version": step,
+        "byte_check": ByteCheck(method="checksum", pieces=5, bytes=100, matched=True, digest="d"),
+        "counters": one,
+        "total": Counters(**{name: value * step for name, value in one.model_dump().items()}),
+        "reward": step / 100,
+        "reward_std": 0.5,
+        "prompt_lengths": turn_lengths([(4,), (6, 9)]),
+        "completion_mean": 5.0,
+        "completion_longest": 8,
+        "cut": 0.25,
+        "before": statistics,
+        "after": statistics if step % 2 else None,
+        "grad_norm": 1.0,
+        "learning_rate": 1e-4,
+        "groups_kept": 2,
+        "groups_dropped": 0,
+        "rounds": 1,
+        "verdicts": {"judged": 4},
+        "seconds": {"rollout": 1.0 * step, "train": 2.0, "publish": 0.5, "total": 4.0},
+        "flops_per_s": 1e12,
+        "memory": {"peak": 2**30, "offloaded": 2**20},
+        "generation": step,
+        "changed_share": 0.02,
+    }
+    return StepRecord(**fields | changes)
+
+
+def logged(directory: Path, *records: RunHeader | StepRecord) -> Path:
+    with RunLog(directory) as log:
+        for one in records:
+            log.write(one)
+    return directory
+
+
+# Records.
+
+
+def test_prompt_lengths_by_turn() -> None:
+    first, second = turn_lengths([(4,), (6, 9)])
+    assert (first.turn, first.mean, first.longest, first.prompts) == (1, 5.0, 6, 2)
+    assert (second.turn, second.mean, second.longest, second.prompts) == (2, 9.0, 9, 1)
+
+
+def test_scalars_have_paths() -> None:
+    found = dict(record(1).scalars())
+    assert found["reward"] == 0.01
+    assert found["before/kl"] == 1e-4
+    assert found["total/trained"] == 20.0
+    assert found["prompt_lengths/turn_2_mean"] == 9.0
+    assert found["byte_check/matched"] == 1.0
+    assert "byte_check/digest" not in found
+    assert "step" not in found
+
+
+def test_flops_by_hand() -> None:
+    shape = ModelShape(
+        layers=2, hidden=8, heads=2, kv_heads=1, head_dim=4, experts=4, top_k=2, intermediate=16, vocabulary=10
+    )
+    # Per layer: q and o 2*8*8, k and v 2*8*4, experts 3*8*32, router 8*4.
+    assert shape.active == 2 * (128 + 64 + 768 + 32) + 80
+    assert training_flops(shape, [3, 5]) == 6 * shape.active * 8 + 6 * 2 * 2 * 4 * (9 + 25)
+
+
+def test_timers_add_up_and_start_anew() -> None:
+    synchronized: list[int] = []
+    timers = Timers(lambda: synchronized.append(1))
+    with timers.phase("a"):
+        pass
+    with pytest.raises(ValueError, match="x"), timers.phase("a"):
+        raise ValueError("x")
+    timers.add("b", 2.0)
+    spent = timers.take()
+    assert set(spent) == {"a", "b"}
+    assert spent["b"] == 2.0
+    assert len(synchronized) == 4, "queued work is waited for before and after"
+    assert timers.take() == {}
+
+
+# Logs.
+
+
+def test_a_log_reads_back(tmp_path: Path) -> None:
+    run = read_log(logged(tmp_path, header(), record(1), record(2)))
+    assert run.headers == (header(),)
+    assert run.steps == (record(1), record(2))
+    assert run.name == "fp8 seed 3"
+
+
+def test_a_resumed_run_replaces_its_steps(tmp_path: Path) -> None:
+    """A run was killed after step 3, its checkpoint was of step 1: steps 2 and 3 of the log never led anywhere."""
+    logged(tmp_path, header(), record(1), record(2), record(3))
+    with (tmp_path / LOG_NAME).open("a", encoding="utf-8") as file:
+        file.write('{"kind": "step", "ste')  # killed while writing
+    logged(tmp_path, header(resumed_from=1), record(2, reward=0.7))
+    run = read_log(tmp_path)
+    assert [one.step for one in run.steps] == [1, 2, 3]
+    assert run.steps[1].reward == 0.7
+    assert len(run.headers) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [('{"kind": "step"}\n', "line 1: not a record"), ("[]\n", "line 1: not a record"), ("", "no header line")],
+)
+def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / LOG_NAME).write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        read_log(tmp_path)
+
+
+def test_a_directory_without_a_log_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no"):
+        read_log(tmp_path)
+
+
+# Sinks.
+
+
+def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with open_sinks(tmp_path, header()) as sinks:
+        sinks.write(record(1))
+        sinks.write(record(2))
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, round(event.value, 6)) for event in events.Scalars("reward")] == [(1, 0.01), (2, 0.02)]
+    assert set(events.Tags()["scalars"]) == {name for name, _ in record(1).scalars()}
+
+
+def test_missing_sinks_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert open_sinks(tmp_path, header()).missing == ("TensorBoard is not installed: no event files",)
+    with pytest.raises(ConfigError, match="wandb is not installed"):
+        open_sinks(tmp_path, header(), tensorboard=False, wandb="offline")
+
+
+def test_progress_away_from_a_terminal_is_a_line_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    with PhaseProgress("run", 2) as progress:
+        progress.phase("step 1: rollout", 4)
+        progress.advance(2)
+        progress.step(record(1))
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert "reward 0.010" in lines[0]
+    assert "served v1" in lines[0]
+
+
+# The report.
+
+
+def test_a_summary_by_hand(tmp_path: Path) -> None:
+    steps = [record(step, fixed_logp_sha256="one") for step in range(1, 31)]
+    row = summarize_run(read_log(logged(tmp_path, header(), *steps)))
+    assert (row.steps, row.window) == (30, 10)
+    assert row.first_reward == pytest.approx(0.055)
+    assert row.last_reward == pytest.approx(0.255)
+    assert (row.kl_1, row.kl_2) == (1e-4, 2e-4)
+    assert row.versions_in_order
+    assert row.bytes_checked == 30
+    assert row.fixed_tokens == 1
+    assert row.rejected_tokens == 30
+    assert row.seconds["rollout"] == 16.0
+    assert row.trained_tokens == 600
+
+
+def test_a_summary_shows_what_is_wrong(tmp_path: Path) -> None:
+    steps = [record(1, fixed_logp_sha256="one"), record(2, served_version=0, fixed_logp_sha256="two")]
+    row = summarize_run(read_log(logged(tmp_path, header(), *steps)))
+    assert not row.versions_in_order
+    assert row.fixed_tokens == 2
+
+
+def test_one_picture_of_several_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = logged(tmp_path / "a", header(), *[record(step) for step in range(1, 6)])
+    second = logged(tmp_path / "b", header("bf16"), record(1, after=None, memory={}, changed_share=None))
+    picture = tmp_path / "picture.png"
+    code = cli.run(["report", str(first), str(second), "--out", str(picture)], commands={"report": report})
+    assert code == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    shown = capsys.readouterr().out
+    assert "a note" in shown
+    code = cli.run(["report", str(first), "--json"], commands={"report": report})
+    found = json.loads(capsys.readouterr().out)
+    assert code == 0
+    assert found["runs"][0]["name"] == "fp8 seed 3"
+    assert Path(found["picture"]) == first / "report.png"
+
+
+def test_a_run_without_steps_can_be_drawn(tmp_path: Path) -> None:
+    run = read_log(logged(tmp_path, header()))
+    draw_runs([run], tmp_path / "empty.svg")
+    assert summarize_run(run).last_reward is None
+
+
+def test_no_log_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["report", str(tmp_path)], commands={"report": report}) == 1
+    assert "holds no" in capsys.readouterr().err
