@@ -53,6 +53,7 @@ either."""
 _LENGTH = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 _LOW = 1 << 40  # a tensor without storage has the address of its offset, which is below this
+_UNMAPPED = 1 << 12  # a host's memory may begin anywhere above
 _ROW = 1 << 16  # bytes per step of the torch reference
 _STEP = 16  # rows of that many bytes held as int64 at a time: 8 MiB
 
@@ -133,7 +134,8 @@ class SpanChecksums:
 
     def compute(self, addresses: np.ndarray, counts: np.ndarray) -> torch.Tensor:
         """int64 [n] on the device, as `checksum_spans`."""
-        if len(addresses) != len(counts) or (counts < 0).any() or (addresses[counts > 0] < _LOW).any():
+        low = _LOW if self._device.type == "cuda" else _UNMAPPED
+        if len(addresses) != len(counts) or (counts < 0).any() or (addresses[counts > 0] < low).any():
             raise ShapeError(
                 f"{len(addresses)} addresses with {len(counts)} byte counts: expected as many, addresses of memory and "
                 "counts from 0; is a tensor offloaded?"

@@ -14,7 +14,9 @@ from .errors import ShapeError
 __all__ = ["COLUMNS", "SpanCopies", "copy_spans"]
 
 COLUMNS = ("source", "target", "width", "rows", "source_pitch", "target_pitch")
-_LOW = 1 << 40  # a tensor without storage has the address of its offset, which is below this
+# A tensor without storage has the address of its offset. On a GPU that is below all memory; a host's may begin anywhere
+# above the pages that systems keep unmapped.
+_LOW = {"cuda": 1 << 40, "cpu": 1 << 12}
 
 
 def copy_spans(table: np.ndarray, device: torch.device) -> None:
@@ -44,7 +46,7 @@ class SpanCopies:
         """Copy every piece, as `copy_spans`."""
         if table.ndim != 2 or table.shape[1] != len(COLUMNS):
             raise ShapeError(f"a table of copies is [n, {len(COLUMNS)}], found {list(table.shape)}")
-        if (table < 0).any() or (table[(table[:, 2:4] > 0).all(1), :2] < _LOW).any():
+        if (table < 0).any() or (table[(table[:, 2:4] > 0).all(1), :2] < _LOW[self._device.type]).any():
             raise ShapeError("a table of copies holds addresses of memory and sizes from 0; is a tensor offloaded?")
         if self._device.type == "cuda":
             self._on_gpu(table)

@@ -10,7 +10,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -25,9 +25,10 @@ from .recipe import BLOCK, Recipe
 from .triton_quantize import COLUMNS_FIRST, NUM_WARPS, ROWS_FIRST, quantize_tiles
 from .tuning import Tuning, choose
 
-__all__ = ["Variant", "batch_strides", "compile_kernel", "grid_for", "idle_monitor", "launch"]
+__all__ = ["Variant", "batch_strides", "compile_kernel", "fixed_strides", "idle_monitor", "launch"]
 
 _MAX_PLANS = 4096
+_MOST_FIXED = 32768  # longest row that is compiled in: the self-test needs hundreds of them
 _LOW = 1 << 40  # a tensor without storage has the address of its offset, which is below this
 
 
@@ -41,6 +42,7 @@ class Variant(NamedTuple):
     check: bool
     aligned: bool
     tuning: Tuning
+    strides: tuple[int, int, int]  # row strides of x, w and wt that are compiled in, or zeros
 
 
 @dataclass(slots=True, frozen=True)
@@ -140,9 +142,8 @@ def _prepare(
         even = x.shape[-2] % BLOCK == 0 and x.shape[-1] % BLOCK == 0
         processors = torch.cuda.get_device_properties(x.device).multi_processor_count
         chosen = tuning or choose(math.prod(x.shape[:-2]) * math.prod(grid_of(x.shape)), processors)
-        if not can_fetch_ahead(x, out):
-            chosen = replace(chosen, ahead="", load_cache=chosen.load_cache.replace("256B", ""))
-        variant = Variant(x.dtype, recipe.operators, even, out.sums is not None, check, aligned, chosen)
+        sums, strides = out.sums is not None, fixed_strides(x, out, chosen)
+        variant = Variant(x.dtype, recipe.operators, even, sums, check, aligned, chosen, strides)
         if tuning is None and (x.get_device(), variant) not in _tested:
             from .selftest import check_variant
 
@@ -158,16 +159,15 @@ def _plan(x: torch.Tensor, out: QuantizedPair, variant: Variant) -> _Plan | None
     strides = batch_strides(x, out)
     if strides is None:
         return None
-    count, (rows, columns), (mb, _) = math.prod(x.shape[:-2]), x.shape[-2:], grid_of(x.shape)
+    count, (rows, columns), (mb, columns_of_blocks) = math.prod(x.shape[:-2]), x.shape[-2:], grid_of(x.shape)
     if count >= 1 << 16 or mb >= 1 << 16:
         found = f"{list(x.shape)} has {count} matrices of {mb} rows of blocks"
         raise ShapeError(f"{found}, one launch takes 65535 of each; split it")
     weights = _weights(columns, x.device) if variant.sums else None
-    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
-    compiled, constants = compile_kernel(x, out, strides, variant, weights, processors)
+    compiled, constants = compile_kernel(x, out, strides, variant, weights)
     return _Plan(
         compiled.run,
-        grid_for(x, variant.tuning, processors),
+        (columns_of_blocks, mb, count),
         compiled.function,
         compiled.packed_metadata,
         constants,
@@ -177,20 +177,14 @@ def _plan(x: torch.Tensor, out: QuantizedPair, variant: Variant) -> _Plan | None
     )
 
 
-def can_fetch_ahead(x: torch.Tensor, out: QuantizedPair) -> bool:
-    """Whether float32 blocks are whole, and their rows contiguous and aligned to 16 bytes."""
+def fixed_strides(x: torch.Tensor, out: QuantizedPair, tuning: Tuning) -> tuple[int, int, int]:
+    """The row strides that ``tuning`` has compiled in: those of ordinary matrices of whole blocks, else zeros."""
+    strides = (x.stride(-2), out.w.stride(-2), out.wt.stride(-2))
+    least = (384, 384, 256)  # the self-test's matrix must fit them
     whole = x.shape[-2] % BLOCK == 0 and x.shape[-1] % BLOCK == 0
-    aligned = (x.data_ptr() | out.w.data_ptr() | out.wt.data_ptr()) & 15 == 0
-    contiguous = x.stride(-1) == 1 and all(step % 4 == 0 for step in x.stride()[:-1])
-    return x.dtype == torch.float32 and whole and aligned and contiguous
-
-
-def grid_for(x: torch.Tensor, tuning: Tuning, processors: int) -> tuple[int, int, int]:
-    """Programs of a launch: blocks across, blocks down, matrices; or as many as are resident, where they stay."""
-    count, (mb, nb) = math.prod(x.shape[:-2]), grid_of(x.shape)
-    if tuning.ahead == "stay":
-        return (min(count * mb * nb, tuning.resident * processors), 1, 1)
-    return (nb, mb, count)
+    rows = x.stride(-1) == out.w.stride(-1) == out.wt.stride(-1) == 1
+    ordinary = all(low <= step <= _MOST_FIXED and step % 16 == 0 for low, step in zip(least, strides, strict=True))
+    return strides if tuning.fixed and whole and rows and ordinary else (0, 0, 0)
 
 
 def compile_kernel(
@@ -199,7 +193,6 @@ def compile_kernel(
     strides: Sequence[int],
     variant: Variant,
     weights: torch.Tensor | None,
-    processors: int,
 ) -> tuple[Any, tuple[Any, ...]]:
     """The kernel for tensors of this layout, and its arguments after the buffers and the monitor's base.
 
@@ -208,10 +201,10 @@ def compile_kernel(
     tuning = variant.tuning
     wide = any(BLOCK * abs(a) + BLOCK * abs(b) >= 1 << 31 for a, b in (t.stride()[-2:] for t in (x, out.w, out.wt)))
     address = 0 if weights is None else weights.data_ptr()
-    switches = (variant.even, variant.check, variant.sums, wide, *astuple(tuning)[1:8])
-    blocks = math.prod(x.shape[:-2]) * math.prod(grid_of(x.shape))
-    sizes = (*x.shape[-2:], blocks, tuning.resident * processors)
-    constants = (address, 0, *sizes, *strides, *variant.operators, *switches, COLUMNS_FIRST, ROWS_FIRST)
+    caches = (tuning.load_cache, tuning.load_evict, tuning.store_cache, tuning.turned_cache)
+    switches = (variant.even, variant.check, variant.sums, wide, *variant.strides, *caches, tuning.apart)
+    layouts = (COLUMNS_FIRST, ROWS_FIRST)
+    constants = (address, 0, *x.shape[-2:], *strides, *variant.operators, *switches, *layouts)
     dtypes = (x.dtype, out.w.dtype, out.wt.dtype, torch.float32, torch.float32, torch.int64, torch.int64)
     buffers = [_Pointer(dtype, variant.aligned) for dtype in dtypes]
     limited = tuning.registers is not None and variant.even and "divide" not in variant.operators

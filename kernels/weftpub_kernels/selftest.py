@@ -51,7 +51,7 @@ def awkward_matrix(rows: int, columns: int, dtype: torch.dtype, seed: int = 5) -
 
 def check_variant(variant: Variant, recipe: Recipe, device: torch.device) -> None:
     """Run the variant on the device and compare. Raises KernelSelfTestError when any byte is wrong."""
-    rows, columns = (512, 384) if variant.even else (456, 300)
+    rows, columns = (min(512, variant.strides[2] or 512), 384) if variant.even else (456, 300)
     x = awkward_matrix(rows, columns, variant.dtype)
     got = _run(x.to(device), recipe, variant, None)
     where = f"{recipe.name} ({x.dtype}, {rows}x{columns}) on {torch.cuda.get_device_name(device)}"
@@ -73,17 +73,21 @@ def check_variant(variant: Variant, recipe: Recipe, device: torch.device) -> Non
 
 
 def _run(x: torch.Tensor, recipe: Recipe, variant: Variant, monitor: NonFiniteMonitor | None) -> QuantizedPair:
-    """Quantize on the device into poisoned buffers, whose rows start off alignment where the variant is for that;
-    back to the CPU."""
+    """Quantize on the device into poisoned buffers, whose rows start off alignment or lie as far apart as the variant
+    is for; back to the CPU."""
     shift = 0 if variant.aligned else 1
+    x_row, w_row, wt_row = variant.strides
+    if x_row:
+        x = torch.empty(x.shape[0], x_row, dtype=x.dtype, device=x.device)[:, : x.shape[1]].copy_(x)
     shape, turned = x.shape, x.shape[::-1]
     fresh = QuantizedPair.empty(shape, x.device, sums=variant.sums)
 
-    def codes(size: tuple[int, ...]) -> torch.Tensor:
-        flat = torch.full((math.prod(size) + shift,), 0xEE, dtype=torch.uint8, device=x.device)
-        return flat[shift:].view(size).view(torch.float8_e4m3fn)
+    def codes(size: tuple[int, ...], row: int) -> torch.Tensor:
+        padded = (size[0], row or size[1])
+        flat = torch.full((math.prod(padded) + shift,), 0xEE, dtype=torch.uint8, device=x.device)
+        return flat[shift:].view(padded)[:, : size[1]].view(torch.float8_e4m3fn)
 
-    out = dataclasses.replace(fresh, w=codes(shape), wt=codes(turned))
+    out = dataclasses.replace(fresh, w=codes(shape, w_row), wt=codes(turned, wt_row))
     out.scale.fill_(-1.0)
     out.scale_t.fill_(-1.0)
     if monitor is None and variant.check:

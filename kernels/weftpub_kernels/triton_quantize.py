@@ -20,7 +20,6 @@ The recipe's operators are constexprs, so every preset is this kernel. ``gl.div_
 # own)
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language import PropagateNan
 
 from .fragments import LOAD_ASM, LOAD_CONSTRAINTS, SUM_ASM, SUM_CONSTRAINTS, THREADS
@@ -61,28 +60,11 @@ _BY_WARP = gl.constexpr(
     )
 )
 _IN_ORDER = gl.constexpr(gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0]))
-_PLAIN = gl.constexpr(gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[1, 0]))
 
 _LOAD_ASM = gl.constexpr(LOAD_ASM)
 _LOAD_CONSTRAINTS = gl.constexpr(LOAD_CONSTRAINTS)
 _SUM_ASM = gl.constexpr(SUM_ASM)
 _SUM_CONSTRAINTS = gl.constexpr(SUM_CONSTRAINTS)
-_BULK_ASM = gl.constexpr("""
-{
-.reg .pred there;
-setp.ne.s32 there, $2, 0;
-@there cp.async.bulk.prefetch.L2.global [$1], $3;
-mov.u32 $0, 0;
-}
-""")
-_LINE_ASM = gl.constexpr("""
-{
-.reg .pred there;
-setp.ne.s32 there, $2, 0;
-@there prefetch.global.L2 [$1];
-mov.u32 $0, 0;
-}
-""")
 _ALL_NAN = gl.constexpr(PropagateNan.ALL)
 _CLEAN = gl.constexpr(2**63 - 1)
 _INF_BITS = gl.constexpr(0x7F800000)
@@ -90,119 +72,41 @@ _FLT_MAX = gl.constexpr(3.4028234663852886e38)
 _RECIP_448 = gl.constexpr(0.0022321429569274187)  # float32(1/448)
 
 
-@gluon.jit(do_not_specialize=["s_e", "s_m", "s_n", "st_e", "st_n", "st_m", "c_e", "c_m", "c_n", "blocks", "skip"])
+@gluon.jit(do_not_specialize=["s_e", "s_m", "s_n", "st_e", "st_n", "st_m", "c_e", "c_m", "c_n"])
 def quantize_tiles(
     x, w, wt, scale, scale_t, sums, record,
     base: gl.int64, weights: gl.int64, zero: gl.int32,
-    M, N, blocks, skip,
+    M, N,
     x_e, x_m, x_n, w_e, w_m, w_n, wt_e, wt_n, wt_m, s_e, s_m, s_n, st_e, st_n, st_m, c_e, c_m, c_n,
     FLOOR: gl.constexpr, SCALE: gl.constexpr, OVERFLOW: gl.constexpr, POW2: gl.constexpr, ZERO: gl.constexpr,
     INVERSE: gl.constexpr, CODE: gl.constexpr,
     EVEN: gl.constexpr, CHECK: gl.constexpr, SUMS: gl.constexpr, WIDE: gl.constexpr,
-    LOAD_CACHE: gl.constexpr, LOAD_EVICT: gl.constexpr, STORE_CACHE: gl.constexpr, STORE_EVICT: gl.constexpr,
-    AHEAD: gl.constexpr, EXCHANGE: gl.constexpr, APART: gl.constexpr, LAYOUT: gl.constexpr, LAYOUT_T: gl.constexpr,
-):  # fmt: skip
-    """Quantize block (program 1, program 0) of matrix (program 2) of ``x [E, M, N]``; with ``AHEAD`` "stay" block
-    (program 0) of all ``blocks`` in a row, and every ``skip``-th after it.
-
-    ``*_e``, ``*_m`` and ``*_n`` are element strides, ``record`` and ``base`` a NonFiniteMonitor's, ``weights`` the
-    address of fragments.sum_weights(N), ``zero`` is 0. ``LOAD_*`` and ``STORE_*`` are how x is read and codes are
-    written, ``AHEAD`` is how the block ``skip`` further on is fetched, ``EXCHANGE`` how threads reduce (tuning.py).
-    """
-    rows, columns = _indices(LAYOUT, WIDE)
-    offsets = rows[:, None] * x_m + columns[None, :] * x_n
-    if AHEAD == "stay":
-        buffer = gl.allocate_shared_memory(x.dtype.element_ty, [128, 128], _PLAIN)
-        first = gl.program_id(0)
-        nb, mb, e = _place(first, M, N)
-        async_copy.async_copy_global_to_shared(buffer, x + (e * x_e + mb * 128 * x_m + nb * 128 * x_n) + offsets)
-        async_copy.commit_group()
-        for number in range(first, blocks, skip):
-            nb, mb, e = _place(number, M, N)
-            async_copy.wait_group(0)
-            gl.thread_barrier()
-            tile = buffer.load(LAYOUT).to(gl.float32)
-            if SUMS and APART == "":
-                fragments = _load_weights(weights, LAYOUT_T)
-            else:
-                fragments = tile
-            if number + skip < blocks:  # in flight while this block is worked on
-                gl.thread_barrier()
-                nb2, mb2, e2 = _place(number + skip, M, N)
-                async_copy.async_copy_global_to_shared(
-                    buffer, x + (e2 * x_e + mb2 * 128 * x_m + nb2 * 128 * x_n) + offsets
-                )
-            async_copy.commit_group()
-            _finish(
-                tile, fragments, x, w, wt, scale, scale_t, sums, record, base, weights, zero,
-                nb, mb, e, M, N, blocks, skip,
-                x_e, x_m, x_n, w_e, w_m, w_n, wt_e, wt_n, wt_m, s_e, s_m, s_n, st_e, st_n, st_m, c_e, c_m, c_n,
-                FLOOR, SCALE, OVERFLOW, POW2, ZERO, INVERSE, CODE, EVEN, CHECK, SUMS, WIDE, STORE_CACHE, STORE_EVICT,
-                AHEAD, EXCHANGE, APART, LAYOUT, LAYOUT_T,
-            )  # fmt: skip
-    else:
-        nb = gl.program_id(0).to(gl.int64)
-        mb = gl.program_id(1).to(gl.int64)
-        e = gl.program_id(2).to(gl.int64)
-        at = x + (e * x_e + mb * 128 * x_m + nb * 128 * x_n) + offsets
-        if LOAD_CACHE == "256B":
-            tile = _load_wide(at, LAYOUT)
-        elif EVEN:
-            tile = gl.load(at, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(gl.float32)
-        else:
-            mask = ((mb * 128 + rows) < M)[:, None] & ((nb * 128 + columns) < N)[None, :]
-            tile = gl.load(at, mask=mask, other=0.0).to(gl.float32)
-        if SUMS and APART == "":  # asked for now, so that they are there when the codes are
-            fragments = _load_weights(weights, LAYOUT_T)
-        else:
-            fragments = tile
-        if AHEAD == "bulk" or AHEAD == "128" or AHEAD == "32":
-            _fetch_ahead(x, nb, mb, e, M, N, blocks, skip, x_e, x_m, AHEAD)
-        _finish(
-            tile, fragments, x, w, wt, scale, scale_t, sums, record, base, weights, zero, nb, mb, e, M, N, blocks, skip,
-            x_e, x_m, x_n, w_e, w_m, w_n, wt_e, wt_n, wt_m, s_e, s_m, s_n, st_e, st_n, st_m, c_e, c_m, c_n,
-            FLOOR, SCALE, OVERFLOW, POW2, ZERO, INVERSE, CODE, EVEN, CHECK, SUMS, WIDE, STORE_CACHE, STORE_EVICT,
-            AHEAD, EXCHANGE, APART, LAYOUT, LAYOUT_T,
-        )  # fmt: skip
-
-
-@gluon.jit
-def _load_wide(at, LAYOUT: gl.constexpr):
-    """A float32 block by loads that make the L2 cache fetch 256 bytes at a time."""
-    first, _ = gl.split(gl.reshape(at.to(gl.int64), [128, 32, 2, 2]))
-    first, _ = gl.split(first)
-    a, b, c, d = gl.inline_asm_elementwise(
-        "ld.global.L1::no_allocate.L2::256B.v4.b32 {$0, $1, $2, $3}, [$4];",
-        "=r,=r,=r,=r,l",
-        [first],
-        dtype=(gl.float32, gl.float32, gl.float32, gl.float32),
-        is_pure=False,
-        pack=1,
-    )
-    four = gl.join(gl.join(a, c), gl.join(b, d))
-    return gl.convert_layout(gl.reshape(four, [128, 128]), LAYOUT)
-
-
-@gluon.jit
-def _finish(
-    tile, fragments, x, w, wt, scale, scale_t, sums, record, base, weights, zero, nb, mb, e, M, N, blocks, skip,
-    x_e, x_m, x_n, w_e, w_m, w_n, wt_e, wt_n, wt_m, s_e, s_m, s_n, st_e, st_n, st_m, c_e, c_m, c_n,
-    FLOOR: gl.constexpr, SCALE: gl.constexpr, OVERFLOW: gl.constexpr, POW2: gl.constexpr, ZERO: gl.constexpr,
-    INVERSE: gl.constexpr, CODE: gl.constexpr,
-    EVEN: gl.constexpr, CHECK: gl.constexpr, SUMS: gl.constexpr, WIDE: gl.constexpr,
-    STORE_CACHE: gl.constexpr, STORE_EVICT: gl.constexpr, AHEAD: gl.constexpr, EXCHANGE: gl.constexpr,
+    X_M: gl.constexpr, W_M: gl.constexpr, WT_N: gl.constexpr,
+    LOAD_CACHE: gl.constexpr, LOAD_EVICT: gl.constexpr, STORE_CACHE: gl.constexpr, TURNED_CACHE: gl.constexpr,
     APART: gl.constexpr, LAYOUT: gl.constexpr, LAYOUT_T: gl.constexpr,
 ):  # fmt: skip
-    """All that is done with a block once its values are in registers."""
+    """Quantize block (program 1, program 0) of matrix (program 2) of ``x [E, M, N]``.
+
+    ``*_e``, ``*_m`` and ``*_n`` are element strides, ``record`` and ``base`` a NonFiniteMonitor's, ``weights`` the
+    address of fragments.sum_weights(N), ``zero`` is 0. Where they are not 0, ``X_M``, ``W_M`` and ``WT_N`` stand for
+    ``x_m``, ``w_m`` and ``wt_n``. ``*_CACHE`` and ``LOAD_EVICT`` are how x is read and codes are written (tuning.py).
+    """
+    nb = gl.program_id(0).to(gl.int64)
+    mb = gl.program_id(1).to(gl.int64)
+    e = gl.program_id(2).to(gl.int64)
     top = mb * 128
     left = nb * 128
     rows, columns = _indices(LAYOUT, WIDE)
-    if EXCHANGE:
-        amax = _block_max(tile)
+    at = x + (e * x_e + top * x_m + left * x_n) + _row_offsets(rows, x_m, X_M)[:, None] + columns[None, :] * x_n
+    if EVEN:
+        tile = gl.load(at, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(gl.float32)
     else:
-        amax = gl.reduce(gl.reshape(gl.abs(tile), [128 * 128]), 0, _larger_or_nan)
-    if AHEAD == "late bulk" or AHEAD == "late 128" or AHEAD == "late 32":
-        _fetch_ahead(x, nb, mb, e, M, N, blocks, skip, x_e, x_m, AHEAD)
+        mask = ((top + rows) < M)[:, None] & ((left + columns) < N)[None, :]
+        tile = gl.load(at, mask=mask, other=0.0).to(gl.float32)
+    if SUMS and not APART:  # asked for now, so that they are there when the codes are
+        fragments = _load_weights(weights, LAYOUT_T)
+
+    amax = _block_max(tile)
     finite = amax < float("inf")
     m, s = _block_scale(amax, FLOOR, SCALE, OVERFLOW, POW2, ZERO, INVERSE)
     m = gl.where(finite, m, float("nan"))
@@ -213,30 +117,26 @@ def _finish(
         scaled = tile * m
 
     codes = _codes(scaled, zero, EVEN)
-    at = w + (e * w_e + top * w_m + left * w_n) + rows[:, None] * w_m + columns[None, :] * w_n
+    at = w + (e * w_e + top * w_m + left * w_n) + _row_offsets(rows, w_m, W_M)[:, None] + columns[None, :] * w_n
     if EVEN:
-        gl.store(at, codes.to(gl.float8e4nv, bitcast=True), cache_modifier=STORE_CACHE, eviction_policy=STORE_EVICT)
+        gl.store(at, codes.to(gl.float8e4nv, bitcast=True), cache_modifier=STORE_CACHE)
     else:
-        mask = ((top + rows) < M)[:, None] & ((left + columns) < N)[None, :]
         gl.store(at, codes.to(gl.float8e4nv, bitcast=True), mask=mask)
 
     turned = _turn(codes, LAYOUT_T)
-    if SUMS and APART != "W^T":  # before W^T is stored, so that its steps and these stores can fill each other's waits
-        if APART == "W":  # ptxas puts W's stores off until the sums are made, unless the weights come after them
+    if SUMS:  # before W^T is stored, so that its steps and these stores can fill each other's waits
+        if APART:  # ptxas puts W's stores off until the sums are made, unless the weights come after them
             fragments = _load_weights(weights, LAYOUT_T)
-        parts = _warp_sums(turned, fragments, EXCHANGE)
+        parts = _warp_sums(turned, fragments)
         gl.store(sums + (e * c_e + mb * c_m + nb * c_n) + gl.arange(0, 8, parts.type.layout), parts)
     rows_t, columns_t = _indices(LAYOUT_T, WIDE)
-    at = wt + (e * wt_e + top * wt_m + left * wt_n) + rows_t[:, None] * wt_m + columns_t[None, :] * wt_n
+    across = _row_offsets(columns_t, wt_n, WT_N)
+    at = wt + (e * wt_e + top * wt_m + left * wt_n) + rows_t[:, None] * wt_m + across[None, :]
     if EVEN:
-        gl.store(at, turned.to(gl.float8e4nv, bitcast=True), cache_modifier=STORE_CACHE, eviction_policy=STORE_EVICT)
+        gl.store(at, turned.to(gl.float8e4nv, bitcast=True), cache_modifier=TURNED_CACHE)
     else:
         mask = ((top + rows_t) < M)[:, None] & ((left + columns_t) < N)[None, :]
         gl.store(at, turned.to(gl.float8e4nv, bitcast=True), mask=mask)
-    if SUMS and APART == "W^T":
-        fragments = _load_weights(weights, LAYOUT_T)
-        parts = _warp_sums(turned, fragments, EXCHANGE)
-        gl.store(sums + (e * c_e + mb * c_m + nb * c_n) + gl.arange(0, 8, parts.type.layout), parts)
 
     gl.store(scale + (e * s_e + mb * s_m + nb * s_n), s)
     gl.store(scale_t + (e * st_e + nb * st_n + mb * st_m), s)
@@ -247,38 +147,12 @@ def _finish(
 
 
 @gluon.jit
-def _place(number, M, N):
-    """(block across, block down, matrix) of block ``number``, counted across first, as int64."""
-    across = (N + 127) // 128
-    down = (M + 127) // 128
-    row = number // across
-    e = row // down
-    return (number - row * across).to(gl.int64), (row - e * down).to(gl.int64), e.to(gl.int64)
-
-
-@gluon.jit
-def _fetch_ahead(x, nb, mb, e, M, N, blocks, skip, x_e, x_m, AHEAD: gl.constexpr):
-    """Ask the block ``skip`` blocks further on, if there is one, into the L2 cache: half a row per thread."""
-    number = ((e * ((M + 127) // 128) + mb) * ((N + 127) // 128) + nb).to(gl.int32) + skip
-    nb2, mb2, e2 = _place(number, M, N)
-    half = gl.arange(0, 256, _BY_THREAD)
-    at = (x + (e2 * x_e + (mb2 * 128 + half // 2) * x_m + nb2 * 128 + half % 2 * 64)).to(gl.int64)
-    there = (gl.full_like(half, 0) + number < blocks).to(gl.int32)
-    SIZE: gl.constexpr = x.dtype.element_ty.primitive_bitwidth * 8  # bytes in half a row
-    if AHEAD == "bulk" or AHEAD == "late bulk":
-        there = gl.where(half % 2 == 0, there, 0)  # a row by every second thread: threads do this one by one
-        _fetch(_BULK_ASM, "=r,l,r,r", [at, there, gl.full_like(half, 2 * SIZE)])
-    elif AHEAD == "128" or AHEAD == "late 128":
-        for i in gl.static_range(SIZE // 128):
-            _fetch(_LINE_ASM, "=r,l,r", [at + 128 * i, there])
+def _row_offsets(rows, stride, STRIDE: gl.constexpr):
+    """Elements from the tile's first row to each: constants to add to an address where the stride is compiled in."""
+    if STRIDE != 0:
+        return rows * STRIDE
     else:
-        for i in gl.static_range(SIZE // 32):
-            _fetch(_LINE_ASM, "=r,l,r", [at + 32 * i, there])
-
-
-@gluon.jit
-def _fetch(ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, arguments):
-    gl.inline_asm_elementwise(ASM, CONSTRAINTS, arguments, dtype=gl.int32, is_pure=False, pack=1)
+        return rows * stride
 
 
 @gluon.jit
@@ -392,14 +266,14 @@ def _turn(codes, LAYOUT_T: gl.constexpr):
 
 @gluon.jit
 def _load_weights(weights, LAYOUT_T: gl.constexpr):
-    """int32 [32, 128], 16 per thread: six of them hold the thread's fragments of fragments.sum_weights, at that
+    """int32 [32, 128], 16 per thread: twelve of them hold the thread's fragments of fragments.sum_weights, at that
     address."""
     address = _first_of_four(gl.full([128, 128], 0, gl.int64, LAYOUT_T), 32, 128) + weights
     return gl.inline_asm_elementwise(_LOAD_ASM, _LOAD_CONSTRAINTS, [address], dtype=gl.int32, is_pure=False, pack=16)
 
 
 @gluon.jit
-def _warp_sums(turned, fragments, EXCHANGE: gl.constexpr):
+def _warp_sums(turned, fragments):
     """int64 [8]: sum of byte * A^(place in the tile) of the uint8 codes, in ROWS_FIRST registers, of each warp.
 
     fragments.py says how. The warps' sums stay apart, since adding them up would make the program wait for its slowest
@@ -415,16 +289,12 @@ def _warp_sums(turned, fragments, EXCHANGE: gl.constexpr):
     part, _ = gl.split(part)
     # 16-row by 4-column pieces as half, lanes down, warps across, lanes across: see _LANES and _WARPS
     part = gl.reshape(part, [2, 4, 4, 8])
-    if EXCHANGE:
-        # three limbs, whose sums over 32 threads fit words: the GPU adds words over a warp in one instruction
-        part = gl.reshape(gl.permute(part, [0, 2, 1, 3]), [8, 32])
-        low = gl.sum((part & 0x7FFFFFF).to(gl.int32), 1).to(gl.uint32, bitcast=True).to(gl.int64)
-        middle = gl.sum(((part >> 27) & 0x7FFFFFF).to(gl.int32), 1).to(gl.uint32, bitcast=True).to(gl.int64)
-        high = gl.sum((part >> 54).to(gl.int32), 1).to(gl.int64)
-        total = low + (middle << 27) + (high << 54)
-    else:
-        total = gl.reshape(gl.sum(gl.sum(part, 3), 1), [8])
-    return total
+    # three limbs, whose sums over 32 threads fit words: the GPU adds words over a warp in one instruction
+    part = gl.reshape(gl.permute(part, [0, 2, 1, 3]), [8, 32])
+    low = gl.sum((part & 0x7FFFFFF).to(gl.int32), 1).to(gl.uint32, bitcast=True).to(gl.int64)
+    middle = gl.sum(((part >> 27) & 0x7FFFFFF).to(gl.int32), 1).to(gl.uint32, bitcast=True).to(gl.int64)
+    high = gl.sum((part >> 54).to(gl.int32), 1).to(gl.int64)
+    return low + (middle << 27) + (high << 54)
 
 
 @gluon.jit

@@ -4,6 +4,7 @@ It looks at the machine code, plays the PTX on the CPU, and reports both as JSON
 """
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -24,11 +25,11 @@ from weftpub_kernels import triton_checksum as checksums
 from weftpub_kernels.bench.shapes import SHAPE_CLASSES
 from weftpub_kernels.checksum import _sum_of_bytes
 from weftpub_kernels.fragments import sum_weights
-from weftpub_kernels.launch import Variant, batch_strides, compile_kernel, grid_for
+from weftpub_kernels.launch import Variant, batch_strides, compile_kernel, fixed_strides
+from weftpub_kernels.pair import grid_of
 from weftpub_kernels.reference import quantize_reference
 from weftpub_kernels.tuning import Tuning
 
-PROCESSORS = 1  # so that a few blocks are more than are resident
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -58,11 +59,12 @@ class Quantizer:
         x, out = self.x, self.out
         even = x.shape[-2] % 128 == 0 and x.shape[-1] % 128 == 0
         aligned = (x.data_ptr() | out.w.data_ptr() | out.wt.data_ptr()) & 15 == 0
-        variant = Variant(x.dtype, self.recipe.operators, even, True, True, aligned, self.tuning)
+        fixed = fixed_strides(x, out, self.tuning)
+        variant = Variant(x.dtype, self.recipe.operators, even, True, True, aligned, self.tuning, fixed)
         self.weights = sum_weights(x.shape[-1])
         strides = batch_strides(x, out)
         assert strides is not None
-        self.compiled, self.constants = compile_kernel(x, out, strides, variant, self.weights, PROCESSORS)
+        self.compiled, self.constants = compile_kernel(x, out, strides, variant, self.weights)
         self.machine = PtxMachine(self.compiled.asm["ptx"])
 
     def play(self, monitor: NonFiniteMonitor) -> None:
@@ -70,7 +72,7 @@ class Quantizer:
         arguments = (*(t.data_ptr() for t in buffers), monitor.note(self.x.shape), *self.constants)
         kinds = self.compiled.src.signature.values()
         given = [value for value, kind in zip(arguments, kinds, strict=True) if kind != "constexpr"]
-        grid = grid_for(self.x, self.tuning, PROCESSORS)[::-1]
+        grid = (math.prod(self.x.shape[:-2]), *grid_of(self.x.shape))
         for program in np.ndindex(grid):
             self.machine.run(program[::-1], grid[::-1], given, [*buffers, self.weights])
 

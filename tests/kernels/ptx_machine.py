@@ -59,7 +59,6 @@ class PtxMachine:
         touch. Returns the steps taken."""
         self._segments = [(t.untyped_storage().data_ptr(), _bytes_of(t)) for t in buffers]
         self._shared = np.zeros(1 << 18, dtype=np.uint8)
-        self._copies: list[tuple[np.ndarray, np.ndarray]] = []
         thread = np.arange(self.threads, dtype=np.uint32)
         self._registers: dict[str, np.ndarray] = {
             "%tid.x": thread,
@@ -138,8 +137,6 @@ class PtxMachine:
         name, kind = parts[0], parts[-1]
         if name in ("ld", "st", "atom"):
             self._memory(parts, operands, active)
-        elif name == "cp" or name == "prefetch":
-            self._ahead(parts, operands, active)
         elif name == "stmatrix":
             self._store_matrix(operands, active)
         elif name == "redux":
@@ -237,29 +234,6 @@ class PtxMachine:
         for i, register in enumerate(target):
             value = product[warp, group + 8 * (i // 2), 2 * member + i % 2] + c[:, i]
             self._set(register, value.astype(np.int32), active)
-
-    def _ahead(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
-        """Copies into shared memory, which arrive with the next wait and leave other bytes there until then, and
-        prefetches, whose addresses must lie in a buffer."""
-        if "commit_group" in parts:
-            return
-        if "wait_group" in parts:
-            assert operands == ["0"]
-            for target, values in self._copies:
-                self._shared[target] = values
-            self._copies.clear()
-            return
-        if "prefetch" in parts:
-            address = self._get(operands[0].strip("[] "), "u64")[active]
-            size = self._get(operands[1], "u32")[active] if len(operands) > 1 else np.ones(len(address), np.uint32)
-            self._find("global", np.stack([address, address + size - 1]), 1)
-            return
-        assert parts[:2] == ["cp", "async"]
-        assert set(operands[2:]) == {"0x10"}
-        memory, start = self._find("global", self._address(operands[1])[active], 16)
-        target = self._address(operands[0])[active].astype(np.int64)[:, None] + np.arange(16)
-        self._shared[target] = 0xEE
-        self._copies.append((target, memory[start[:, None] + np.arange(16)]))
 
     def _store_matrix(self, operands: list[str], active: np.ndarray) -> None:
         """stmatrix x1: lane 4 r + i of a warp holds bytes 4 i to 4 i + 3 of row r, whose address lane r gives."""

@@ -60,7 +60,7 @@ def test_the_tuner_gives_every_run_a_turn_in_every_round() -> None:
 
 
 def test_the_tuner_passes_over_what_was_wrong() -> None:
-    quick, right = tune.CANDIDATES["pipelines"][:2]
+    quick, right = tune.CANDIDATES["strides"][:2]
     rows = [
         {"programs_per_processor": 13.6, "to_copy": {tune.label(quick): 0.9, tune.label(right): 1.1}, "faults": faults}
         for faults in ({}, {tune.label(quick): "4 bytes of wt are wrong"})

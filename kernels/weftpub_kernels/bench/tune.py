@@ -1,6 +1,6 @@
 """Which tuning of the quantizer is fastest on this GPU, per class of launch (tuning.py).
 
-    python -m weftpub_kernels.bench.tune --out tune.json [--candidates pipelines] [--write]
+    python -m weftpub_kernels.bench.tune --out tune.json [--candidates strides] [--write]
 
 Every tuning's bytes are compared with those of the present rows, before and after it was timed, and it must find a NaN;
 one that does not is named and left out. All are timed on the specs of quantize.py beside TransformerEngine and a device
@@ -40,40 +40,27 @@ from .quantize import LAYERS, MATRICES, Spec, _check, transformer_engine
 __all__ = ["CANDIDATES", "best_rows", "interleave", "label", "main"]
 
 _LOADS = (("", ""), (".cg", ""), ("", "evict_first"))
-_STORES = (("", ""), (".cs", ""), ("", "evict_first"))
-_CS, _EF = {"store_cache": ".cs"}, {"store_evict": "evict_first"}
-_FAST: dict[str, Any] = {"exchange": True, "apart": "W"}
 CANDIDATES: dict[str, tuple[Tuning, ...]] = {
-    "caches": (
-        *(Tuning(None, *load, *store) for load in _LOADS for store in _STORES),
-        *(Tuning(80, *load, *store) for load in _LOADS for store in _STORES[:2]),
+    "caches": tuple(
+        Tuning(registers, *load, *store, apart=registers is not None)
+        for registers in (None, 80)
+        for load in _LOADS
+        for store in (("", ""), (".cs", ".cs"))
     ),
-    "pipelines": (
-        Tuning(None, **_CS),
-        Tuning(None, **_EF),
-        Tuning(80, load_evict="evict_first", **_CS),
-        Tuning(None, **_CS, exchange=True),
-        Tuning(None, **_CS, **_FAST),
-        Tuning(None, **_EF, **_FAST),
-        Tuning(None, **_CS, exchange=True, apart="W^T"),
-        Tuning(80, **_CS, **_FAST),
-        Tuning(80, load_evict="evict_first", **_CS, **_FAST),
-        Tuning(None, **_CS, ahead="late 128"),
-        Tuning(None, **_CS, exchange=True, ahead="late 128"),
-        Tuning(None, **_CS, **_FAST, ahead="128"),
-        Tuning(None, **_EF, **_FAST, ahead="128"),
-        Tuning(None, **_CS, **_FAST, ahead="128", resident=4),
-        Tuning(None, **_CS, **_FAST, ahead="late 32"),
-        Tuning(None, **_CS, **_FAST, ahead="bulk"),
-        Tuning(None, **_CS, **_FAST, ahead="late bulk"),
-        Tuning(80, **_CS, **_FAST, ahead="late 128", resident=3),
-        Tuning(None, load_cache="256B", **_CS, **_FAST),
-        Tuning(80, load_cache="256B", **_CS, **_FAST, ahead="late 128", resident=3),
-        Tuning(128, **_CS, **_FAST, ahead="stay"),
-        Tuning(128, **_EF, **_FAST, ahead="stay"),
+    "strides": (
+        Tuning(),
+        Tuning(apart=True),
+        Tuning(fixed=True),
+        Tuning(fixed=True, apart=True),
+        Tuning(fixed=True, turned_cache=""),
+        Tuning(fixed=True, store_cache=""),
+        Tuning(fixed=True, load_cache=".cg"),
+        Tuning(80, load_evict="evict_first", apart=True),
+        Tuning(80, load_evict="evict_first", fixed=True, apart=True),
+        Tuning(80, fixed=True, apart=True),
     ),
 }
-"""Sets of candidates; the first set is about caches, the second about what overlaps with what."""
+"""Sets of candidates; the first set is about caches, the second about fewer instructions and their order."""
 
 _CLASSES = (1.0, 2.0, 3.0, 32.0, math.inf)
 _REPEATS = 6  # launches in a turn, of which the first is not counted
