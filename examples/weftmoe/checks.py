@@ -67,6 +67,12 @@ def _train_layout(s: Settings) -> Iterator[str]:
 
 def _rollout_layout(s: Settings) -> Iterator[str]:
     rollout, world = s.rollout, s.cluster.world
+    if rollout.tensor % rollout.expert:
+        yield f"rollout.expert={rollout.expert} must divide rollout.tensor={rollout.tensor}, the ranks of one engine"
+    if rollout.dp_attention and rollout.tensor % rollout.data:
+        yield f"rollout.data={rollout.data} must divide rollout.tensor={rollout.tensor} with rollout.dp_attention"
+    if not rollout.dp_attention and rollout.data != 1:
+        yield f"rollout.data={rollout.data} needs rollout.dp_attention=true; without it set rollout.data=1"
     if rollout.engine == "sglang" and s.cluster.gpus == 0:
         yield "rollout.engine='sglang' needs a GPU; set rollout.engine='sampler'"
     if rollout.engine == "sglang" and rollout.engines * rollout.tensor != world:

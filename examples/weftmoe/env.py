@@ -1,8 +1,8 @@
 """One environment a role: its block of the settings, set before its process starts.
 
-Variables that code reads at import (allocators, TransformerEngine, NCCL) cannot be set later, and those of one role harm
-another: Megatron wants one hardware queue, SGLang all of them. So the engine's process gets neither the trainer's block
-nor what torchrun tells its workers.
+Variables that code reads at import (allocators, TransformerEngine, NCCL) cannot be set later, and those of one role
+harm the other: Megatron wants one hardware queue, SGLang all of them. So the engine's process gets neither the
+trainer's block nor what torchrun tells its workers.
 """
 
 import os

@@ -5,9 +5,9 @@ and overrides together, and everybody else gets a finished, immutable `Settings`
 """
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 __all__ = [
     "Algorithm",
@@ -120,10 +120,16 @@ class Length(_Block):
 
 
 class Cluster(_Block):
-    """Machines of the run. `gpus` counts per node; 0 trains on the CPU in one process."""
+    """Machines of the run.
+
+    Attributes:
+        nodes, gpus: machines, and GPUs of each; 0 GPUs trains on the CPU in one process.
+        numa_binding: bind every rank to its GPU's NUMA node, where its pinned memory then lies (needs numactl).
+    """
 
     nodes: Positive = 1
     gpus: Count = 8
+    numa_binding: bool = False
 
     @property
     def world(self) -> int:
@@ -178,16 +184,6 @@ class Rollout(_Block):
     sampling: Sampling = Sampling()
     ready_timeout: Seconds = 900.0
     generate_timeout: Seconds = 3600.0
-
-    @model_validator(mode="after")
-    def _legal(self) -> Self:
-        if self.tensor % self.expert:
-            raise ValueError(f"expert={self.expert} must divide tensor={self.tensor}, the ranks of one engine")
-        if self.dp_attention and self.tensor % self.data:
-            raise ValueError(f"data={self.data} must divide tensor={self.tensor} with dp_attention")
-        if not self.dp_attention and self.data != 1:
-            raise ValueError(f"data={self.data} needs dp_attention; without it set data=1, or engines={self.data}")
-        return self
 
 
 class Train(_Block):

@@ -205,9 +205,8 @@ def _problems(error: ValidationError) -> Iterator[str]:
     for item in error.errors():
         key = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
-            close = difflib.get_close_matches(key, known, n=1) or difflib.get_close_matches(
-                key.rpartition(".")[2], [name.rpartition(".")[2] for name in known], n=1
-            )
+            last = key.rpartition(".")[2]
+            close = [name for name in known if name.rpartition(".")[2] == last] or difflib.get_close_matches(key, known)
             yield f"unknown key {key}" + (f"; did you mean {close[0]}?" if close else "")
         elif item["type"] == "missing":
             yield f"{key} has no value; set it"

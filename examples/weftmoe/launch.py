@@ -1,0 +1,165 @@
+"""`python -m weftmoe.launch VARIANT ...`: resolve, check, write down, and become torchrun.
+
+The process replaces itself by torchrun, so that whoever started it can end everything by ending it. Each rank runs
+`weftmoe.worker`, which reads the settings that were written down here.
+"""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from weftmoe import settings as composed
+from weftmoe.env import changed, role_environment
+from weftmoe.rundir import claim, settings_path
+from weftmoe.schema import Settings
+from weftpub import cli
+from weftpub.errors import ConfigError
+
+__all__ = ["launch", "main", "resolve", "torchrun_command"]
+
+
+def launch(
+    variant: Annotated[str, typer.Argument(help="baseline, bf16 or fp8.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Settings as block.key=value.")] = None,
+    model: Annotated[str | None, typer.Option(help="Hugging Face directory, or the name of a configuration.")] = None,
+    data: Annotated[str | None, typer.Option(help="DAPO-Math-17k parquet, or the name of a dataset.")] = None,
+    length: Annotated[str, typer.Option(help="8k or 16k.")] = "8k",
+    optimizer: Annotated[str, typer.Option(help="muon or adamw.")] = "muon",
+    nodes: Annotated[int | None, typer.Option(help="Machines.", min=1)] = None,
+    gpus: Annotated[int | None, typer.Option(help="GPUs of each machine.", min=0)] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps to train.", min=1)] = None,
+    out: Annotated[Path | None, typer.Option(help="Everything that the run writes; resumed from if it can be.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of data, sampling and made models.", min=0)] = None,
+    smoke: Annotated[bool, typer.Option("--smoke", help="The tiny run.")] = False,
+    node_rank: Annotated[int, typer.Option(help="Which machine this is, from 0.", min=0)] = 0,
+    master: Annotated[str, typer.Option(help="Host and port of machine 0.")] = "127.0.0.1:29500",
+    gpu_memory: Annotated[float, typer.Option(help="Of one GPU as it is sold, in GB, for the memory plan.")] = 141.0,
+    ignore_plan: Annotated[bool, typer.Option("--ignore-plan", help="Start although the plan says no.")] = False,
+    show: Annotated[bool, typer.Option("--print", help="Print the resolved settings and leave.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be started, and leave.")] = False,
+) -> None:
+    """Start a run, or resume the one in --out."""
+    settings = resolve(
+        variant,
+        model=model,
+        data=data,
+        length=length,
+        optimizer=optimizer,
+        nodes=nodes,
+        gpus=gpus,
+        steps=steps,
+        out=out,
+        seed=seed,
+        smoke=smoke,
+        overrides=overrides or (),
+    )
+    if show:
+        print(composed.render(settings), end="")
+        return
+    if not settings.smoke.enabled:
+        _check_plan(settings, gpu_memory, ignore=ignore_plan)
+    command = torchrun_command(settings, node_rank=node_rank, master=master)
+    environment = role_environment(settings, "trainer")
+    for name, (theirs, ours) in changed(settings, "trainer", os.environ).items():
+        print(f"weftmoe: {name}={theirs!r} of this shell gives way to roles.trainer.env: {ours!r}", flush=True)
+    if dry_run:
+        print(" ".join(command))
+        return
+    claim(settings, node_rank)
+    _become(command, environment)
+
+
+def resolve(
+    variant: str,
+    *,
+    model: str | None = None,
+    data: str | None = None,
+    length: str = "8k",
+    optimizer: str = "muon",
+    nodes: int | None = None,
+    gpus: int | None = None,
+    steps: int | None = None,
+    out: Path | None = None,
+    seed: int | None = None,
+    smoke: bool = False,
+    overrides: Sequence[str] = (),
+) -> Settings:
+    """Settings of a command line: options first, overrides last.
+
+    Raises:
+        ConfigError: as `weftmoe.settings.load`; or a model with --smoke, which makes its own.
+    """
+    if smoke and model is not None:
+        raise ConfigError("--smoke makes a model of its own; leave --model out, or train it without --smoke")
+    options = {"data.path": data, "steps": steps, "seed": seed, "out": out}
+    given = [f"{key}={value}" for key, value in options.items() if value is not None]
+    place = None
+    if smoke:
+        place = "cpu" if gpus == 0 or (gpus is None and not _has_gpu()) else "gpu"
+    named = {} if model is None else {"model": model}
+    return composed.load(
+        variant,
+        **named,
+        length=length,
+        optimizer=optimizer,
+        smoke=place,
+        nodes=nodes,
+        gpus=gpus,
+        overrides=[*given, *overrides],
+    )
+
+
+def torchrun_command(settings: Settings, *, node_rank: int = 0, master: str = "127.0.0.1:29500") -> list[str]:
+    """The command that starts this node's ranks."""
+    cluster = settings.cluster
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={max(1, cluster.gpus)}"]
+    if cluster.numa_binding and cluster.gpus:
+        command += ["--numa-binding=node"]
+    if cluster.nodes == 1:
+        command += ["--standalone"]
+    else:
+        if not 0 <= node_rank < cluster.nodes:
+            raise ConfigError(f"node_rank={node_rank} of {cluster.nodes} nodes; they count from 0")
+        host, colon, port = master.rpartition(":")
+        if not colon or not host or not port.isdigit():
+            raise ConfigError(f"master={master!r}: write it as host:port")
+        # Restarts are the script's and Slurm's, from a checkpoint: a rank alone cannot rejoin.
+        command += [f"--nnodes={cluster.nodes}", f"--node-rank={node_rank}"]
+        command += [f"--master-addr={host}", f"--master-port={port}"]
+    return [*command, "--max-restarts=0", "-m", "weftmoe.worker", str(settings_path(settings.out, node_rank))]
+
+
+def main() -> None:
+    """Entry point of `python -m weftmoe.launch`."""
+    sys.exit(cli.run(["launch", *sys.argv[1:]], commands={"launch": launch}))
+
+
+def _check_plan(settings: Settings, gpu_memory: float, *, ignore: bool) -> None:
+    from weftmoe.needs import budget_of
+    from weftpub.budget.tables import verdicts
+
+    budget = budget_of(settings, gpu_memory)
+    (verdict,) = verdicts([budget])
+    if not budget.fits and not ignore:
+        raise ConfigError(f"{verdict}. --ignore-plan starts it all the same")
+    print(f"weftmoe: {verdict}", flush=True)
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(command[0], list(command), dict(environment))
+
+
+if __name__ == "__main__":
+    main()

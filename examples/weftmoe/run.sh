@@ -1,0 +1,154 @@
+#!/usr/bin/env bash
+# Starts a weftmoe run on this machine: checks it, then starts one trainer rank a GPU. Started again with the same
+# --out, it goes on from the last checkpoint there.
+set -euo pipefail
+
+usage() {
+  cat <<'TEXT'
+usage: run.sh baseline|bf16|fp8 [options] [block.key=value ...]
+
+  --model DIR|NAME     Hugging Face directory, or a configuration: qwen3-30b-a3b (default), qwen3.5-35b-a3b-base,
+                       qwen3.5-122b-a10b
+  --data FILE|NAME     DAPO-Math-17k parquet as published, or the name of a dataset
+  --length 8k|16k      token limits (8k)
+  --optimizer NAME     muon (default) or adamw
+  --gpus N             GPUs of each machine (8)
+  --nodes N            machines (1); then on each of them
+    --node-rank I        which one this is, from 0
+    --master HOST:PORT   machine 0 (127.0.0.1:29500)
+  --steps N            steps to train
+  --out DIR            everything that the run writes (runs/weftmoe)
+  --seed N             of data, sampling and made models
+  --smoke              the tiny run: made model and arithmetic, on one GPU or without
+  --no-doctor          do not check the machine first
+  --print, --dry-run   print the resolved settings, or the command, and leave
+
+exit codes: 0 done, 1 the run failed, 2 wrong usage, 3 the doctor found what would fail,
+            75 asked to come again (SIGUSR1), 130 and 143 interrupted
+TEXT
+}
+
+readonly EXIT_USAGE=2 EXIT_DOCTOR=3 EXIT_AGAIN=75
+# Seconds that a run has for ending by itself after it was told to.
+readonly GRACE="${WEFTMOE_GRACE:-60}"
+
+fail_usage() {
+  printf 'run.sh: %s (run.sh --help)\n' "$1" >&2
+  exit "$EXIT_USAGE"
+}
+
+here="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"
+root="$(cd -- "$here/../.." && pwd)"
+python="${PYTHON:-python3}"
+if [[ -z "${PYTHON:-}" && -x "$root/.venv/bin/python" ]]; then
+  python="$root/.venv/bin/python"
+fi
+# In a checkout the packages lie beside this script, installed or not.
+if [[ -d "$root/weftpub" && -d "$root/kernels" ]]; then
+  export PYTHONPATH="$root:$root/kernels:$root/adapters:$root/examples${PYTHONPATH:+:$PYTHONPATH}"
+fi
+
+case "${1:-}" in
+  baseline | bf16 | fp8) variant="$1" ;;
+  -h | --help)
+    usage
+    exit 0
+    ;;
+  '') fail_usage 'the variant is missing: baseline, bf16 or fp8' ;;
+  *) fail_usage "unknown variant '$1'" ;;
+esac
+shift
+
+launch=("$variant")
+doctor=(--variant "$variant" --out runs/weftmoe --gpus 8)
+check=1
+starts=1
+gpus_given=0
+smoke=0
+while (($#)); do
+  case "$1" in
+    --model | --data | --length | --optimizer | --nodes | --node-rank | --master | --gpus | --steps | --out | --seed)
+      [[ $# -ge 2 ]] || fail_usage "$1 needs a value"
+      launch+=("$1" "$2")
+      case "$1" in
+        --gpus)
+          doctor+=(--gpus "$2")
+          gpus_given=1
+          ;;
+        --nodes | --out) doctor+=("$1" "$2") ;;
+      esac
+      shift 2
+      ;;
+    --smoke)
+      launch+=(--smoke)
+      smoke=1
+      shift
+      ;;
+    --print | --dry-run)
+      launch+=("$1")
+      starts=0
+      shift
+      ;;
+    --ignore-plan)
+      launch+=("$1")
+      shift
+      ;;
+    --no-doctor)
+      check=0
+      shift
+      ;;
+    -h | --help)
+      usage
+      exit 0
+      ;;
+    *=*)
+      launch+=("$1")
+      shift
+      ;;
+    *) fail_usage "unknown option '$1'" ;;
+  esac
+done
+if ((smoke && !gpus_given)); then
+  doctor+=(--gpus 0) # whatever is there
+fi
+
+if ((check && starts)); then
+  "$python" -m weftpub_adapters.doctor "${doctor[@]}" || exit "$EXIT_DOCTOR"
+fi
+
+# The run gets a process group of its own, and only that group is ever signalled.
+set -m
+"$python" -m weftmoe.launch "${launch[@]}" </dev/null &
+group=$!
+set +m
+code=0
+
+# shellcheck disable=SC2317 # called by the traps
+end_group() {
+  kill -s TERM -- "-$group" 2>/dev/null || return 0
+  local waited=0
+  while kill -0 -- "-$group" 2>/dev/null; do
+    if ((waited >= GRACE)); then
+      kill -s KILL -- "-$group" 2>/dev/null || true
+      break
+    fi
+    sleep 1
+    waited=$((waited + 1))
+  done
+}
+
+# shellcheck disable=SC2317 # called by the traps
+stop() {
+  trap '' INT TERM USR1
+  code="$1"
+  end_group
+  exit "$code"
+}
+trap 'stop 130' INT
+trap 'stop 143' TERM
+trap 'stop "$EXIT_AGAIN"' USR1
+# Whatever else ends this script ends the run, too.
+trap end_group EXIT
+
+wait "$group" || code=$?
+exit "$code"

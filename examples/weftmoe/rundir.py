@@ -1,0 +1,98 @@
+"""The output directory of a run: one run at a time, and a resumed run is the one that was begun.
+
+settings.yaml    the resolved settings, which every rank reads
+run.lock         held while the run goes on
+"""
+
+import fcntl
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from weftmoe import settings as composed
+from weftmoe.schema import Settings
+from weftpub.errors import ConfigError
+
+__all__ = ["claim", "differences", "settings_path"]
+
+# What may change between two starts of one run: it says how it runs, and not what it computes.
+_FREE = ("steps", "out", "checkpoint", "telemetry", "reward.workers", "reward.timeout", "rollout.ready_timeout")
+
+
+def settings_path(out: Path, node_rank: int = 0) -> Path:
+    """Where the settings for the ranks of one node stand."""
+    return out / ("settings.yaml" if node_rank == 0 else f"settings-node-{node_rank}.yaml")
+
+
+def claim(settings: Settings, node_rank: int = 0) -> int | None:
+    """Make the directory, take its lock for the rest of this process (torchrun inherits it), write the settings.
+
+    Args:
+        settings: of the run.
+        node_rank: node 0 owns the directory; the others only write the settings for their own ranks.
+
+    Returns:
+        The lock's file descriptor, on node 0.
+
+    Raises:
+        ConfigError: another run has it, or what it holds was begun with other settings.
+    """
+    settings.out.mkdir(parents=True, exist_ok=True)
+    path = settings_path(settings.out, node_rank)
+    if node_rank != 0:
+        composed.write(settings, path)
+        return None
+    lock = _lock(settings.out / "run.lock")
+    try:
+        _require_same(settings, path)
+        composed.write(settings, path)
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
+
+
+def differences(old: Settings, new: Settings) -> list[str]:
+    """Settings that two starts of one run must agree on and do not, as `key: old -> new`."""
+    before, after = (dict(_flat(one.model_dump(mode="json"))) for one in (old, new))
+    return [
+        f"{key}: {before.get(key)!r} -> {after.get(key)!r}"
+        for key in sorted({*before, *after})
+        if before.get(key) != after.get(key) and not any(key == free or key.startswith(f"{free}.") for free in _FREE)
+    ]
+
+
+def _require_same(settings: Settings, path: Path) -> None:
+    if not (path.exists() and settings.checkpoint.resume and _began(settings.out)):
+        return
+    changes = differences(composed.read(path), settings)
+    if changes:
+        raise ConfigError(
+            f"{settings.out} holds a run with other settings: {'; '.join(changes)}. Resume it with its own, choose "
+            "another --out, or start anew there with checkpoint.resume=false"
+        )
+
+
+def _lock(path: Path) -> int:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise ConfigError(f"another run is at work in {path.parent}; choose another --out, or wait") from None
+    os.set_inheritable(descriptor, True)
+    return descriptor
+
+
+def _began(out: Path) -> bool:
+    """Whether a checkpoint lies there: without one, nothing is resumed."""
+    return any((out / "checkpoints").glob("step-*"))
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value

@@ -1,0 +1,34 @@
+"""One trainer rank under torchrun: reads the settings that the launcher wrote down, and trains."""
+
+import sys
+from pathlib import Path
+
+from weftmoe import settings as composed
+from weftmoe.env import require_environment
+from weftpub.errors import WeftpubError
+
+__all__ = ["main"]
+
+
+def main(arguments: list[str]) -> int:
+    """Run the rank; weftpub's own errors become one message and exit code 1.
+
+    Args:
+        arguments: the path of the settings.
+    """
+    (path,) = arguments
+    try:
+        settings = composed.read(Path(path))
+        require_environment(settings, "trainer")
+        # Reads the environment as it is imported.
+        from weftmoe import train
+
+        train.main(settings)
+    except WeftpubError as error:
+        print(f"weftmoe: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,462 @@
+"""weftmoe's launch: what is started in which environment, what is refused, who is ended, and how a run comes again."""
+
+import ast
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weftmoe import settings as composed
+from weftmoe import worker
+from weftmoe.checks import ALLOCATOR_VARIABLES
+from weftmoe.env import changed, require_environment, role_environment
+from weftmoe.launch import launch, resolve, torchrun_command
+from weftmoe.rundir import claim, differences, settings_path
+from weftpub import cli
+from weftpub.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+WEFTMOE = ROOT / "examples" / "weftmoe"
+RUN = WEFTMOE / "run.sh"
+LIMIT_S = 60.0
+
+
+# The command.
+
+
+def test_one_node_stands_alone() -> None:
+    command = torchrun_command(composed.load("fp8"))
+    assert command[:4] == [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=8"]
+    assert "--standalone" in command
+    assert "--max-restarts=0" in command
+    assert command[-3:] == ["-m", "weftmoe.worker", "runs/weftmoe/settings.yaml"]
+    bound = torchrun_command(composed.load("fp8", overrides=["cluster.numa_binding=true"]))
+    assert set(bound) - set(command) == {"--numa-binding=node"}
+
+
+def test_several_nodes_meet_at_the_first() -> None:
+    two = composed.load("fp8", nodes=2)
+    command = torchrun_command(two, node_rank=1, master="host-a:1234")
+    assert {"--nnodes=2", "--node-rank=1", "--master-addr=host-a", "--master-port=1234"} <= set(command)
+    assert command[-1] == "runs/weftmoe/settings-node-1.yaml"
+    with pytest.raises(ConfigError, match="they count from 0"):
+        torchrun_command(two, node_rank=2)
+    with pytest.raises(ConfigError, match="host:port"):
+        torchrun_command(two, master="host-a")
+
+
+def test_a_machine_without_a_gpu_runs_one_rank() -> None:
+    assert "--nproc-per-node=1" in torchrun_command(composed.load("fp8", smoke="cpu"))
+
+
+def test_options_come_before_overrides() -> None:
+    given: Any = {"steps": 5, "seed": 7, "out": Path("there"), "data": "d.parquet"}
+    settings = resolve("bf16", length="16k", gpus=4, overrides=["seed=8"], **given)
+    assert (settings.steps, settings.seed, settings.out, settings.data.path) == (5, 8, Path("there"), "d.parquet")
+    assert (settings.length.name, settings.cluster.gpus) == ("16k", 4)
+    assert resolve("fp8", smoke=True, gpus=0).rollout.engine == "sampler"
+    with pytest.raises(ConfigError, match="makes a model of its own"):
+        resolve("fp8", smoke=True, model="qwen3-30b-a3b")
+
+
+def run(*arguments: str) -> int:
+    return cli.run(["launch", *arguments], commands={"launch": launch})
+
+
+def test_settings_are_printed_and_nothing_is_started(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run("fp8", "--print", "optimizer.lr=0") == 0
+    shown = tmp_path / "shown.yaml"
+    shown.write_text(capsys.readouterr().out)
+    assert composed.read(shown) == composed.load("fp8", overrides=["optimizer.lr=0"])
+    assert run("fp8", "--dry-run") == 0
+    assert "fits" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == [shown]
+
+
+def test_a_run_that_does_not_fit_is_not_started(capsys: pytest.CaptureFixture[str]) -> None:
+    big = ("baseline", "--model", "Qwen/Qwen3.5-122B-A10B", "--dry-run")
+    assert run(*big) == 1
+    message = capsys.readouterr().err
+    assert "119.8 GiB too much" in message
+    assert "--ignore-plan" in message
+    assert run(*big, "--ignore-plan") == 0
+    assert run(*big, "--optimizer", "adamw") == 0
+
+
+def test_a_variable_of_the_shell_gives_way_and_that_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    assert run("fp8", "--dry-run") == 0
+    assert "CUDA_DEVICE_MAX_CONNECTIONS='8' of this shell gives way" in capsys.readouterr().out
+
+
+# Environments.
+
+
+def test_each_role_gets_its_own_block_and_nothing_of_the_other() -> None:
+    """A colocated engine inherited its trainer's variables: one hardware queue made it crawl, and torchrun's RANK made
+    it wait for a process group that it was no part of."""
+    settings = composed.load("fp8", overrides=["roles.engine.env.X=1"])
+    shell = {"HOME": "/h", "RANK": "3", "MASTER_PORT": "1"}
+    trainer = role_environment(settings, "trainer", shell)
+    assert trainer == {**shell, **settings.roles.trainer.env}
+    engine = role_environment(settings, "engine", trainer)
+    assert engine == {"HOME": "/h", "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1", "X": "1"}
+    require_environment(settings, "trainer", trainer)
+    require_environment(settings, "engine", engine)
+    assert changed(settings, "trainer", {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "0"}) == {
+        "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": ("0", "1")
+    }
+
+
+def test_a_process_that_was_started_otherwise_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = composed.load("fp8", smoke="cpu")
+    with pytest.raises(ConfigError, match=r"NVTE_FP8_BLOCK_SCALING_FP32_SCALES=None instead of '1'"):
+        require_environment(settings, "trainer", {})
+    composed.write(settings, tmp_path / "settings.yaml")
+    assert worker.main([str(tmp_path / "settings.yaml")]) == 1
+    assert "was not started with the environment of role 'trainer'" in capsys.readouterr().err
+    assert worker.main([str(tmp_path / "none.yaml")]) == 1
+
+
+def strings(node: ast.AST) -> set[Any]:
+    return {inner.value for inner in ast.walk(node) if isinstance(inner, ast.Constant)}
+
+
+def sets_allocator(source: str) -> Iterator[int]:
+    """Lines that write an allocator variable into an environment, or an allocator's settings."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Assign):
+            subscripts = [target for target in node.targets if isinstance(target, ast.Subscript)]
+            if any(strings(target.slice) & set(ALLOCATOR_VARIABLES) for target in subscripts):
+                yield node.lineno
+        elif isinstance(node, ast.Call):
+            function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            writes = function in ("setdefault", "putenv", "update") and strings(node) & set(ALLOCATOR_VARIABLES)
+            if writes or function in ("_set_allocator_settings", "change_current_allocator"):
+                yield node.lineno
+
+
+def test_no_module_sets_an_allocator_variable() -> None:
+    sources = [path for part in ("weftpub", "kernels", "adapters", "examples") for path in (ROOT / part).rglob("*.py")]
+    assert len(sources) > 100
+    found = [f"{path.relative_to(ROOT)}:{line}" for path in sources for line in sets_allocator(path.read_text())]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import os\nos.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'x'", True),
+        ("from os import environ\nenviron['PYTORCH_ALLOC_CONF'] = 'x'", True),
+        ("import os\nos.environ.setdefault('PYTORCH_CUDA_ALLOC_CONF', 'x')", True),
+        ("import os\nos.environ.update({'PYTORCH_ALLOC_CONF': 'x'})", True),
+        ("import torch\ntorch.cuda.memory._set_allocator_settings('x')", True),
+        ("NAMES = ('PYTORCH_CUDA_ALLOC_CONF',)", False),
+        ("print('PYTORCH_ALLOC_CONF')", False),
+        ("import os\nos.environ['HOME'] = 'x'", False),
+    ],
+)
+def test_the_scan_finds_what_it_looks_for(source: str, found: bool) -> None:
+    assert bool(list(sets_allocator(source))) is found
+
+
+# The directory of a run.
+
+
+def test_one_run_at_a_time(tmp_path: Path) -> None:
+    settings = composed.load("fp8", smoke="cpu", overrides=[f"out={tmp_path / 'run'}"])
+    lock = claim(settings)
+    assert lock is not None
+    assert composed.read(settings_path(settings.out)) == settings
+    code = f"from weftmoe import rundir, settings; rundir.claim(settings.read({str(settings_path(settings.out))!r}))"
+    second = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert "another run is at work in" in second.stderr
+    assert claim(settings, node_rank=1) is None
+    os.close(lock)
+    again = claim(settings)
+    assert again is not None
+    os.close(again)
+
+
+def test_a_run_is_resumed_as_what_it_was_begun(tmp_path: Path) -> None:
+    def begun(*overrides: str) -> int:
+        one = composed.load("fp8", smoke="cpu", overrides=[f"out={tmp_path}", *overrides])
+        lock = claim(one)
+        assert lock is not None
+        return lock
+
+    os.close(begun())
+    os.close(begun("optimizer.lr=2e-4"))  # nothing was saved yet, so nothing is resumed
+    (tmp_path / "checkpoints" / "step-000010").mkdir(parents=True)
+    os.close(begun("optimizer.lr=2e-4", "steps=99", "telemetry.wandb=offline", "checkpoint.save=5"))
+    with pytest.raises(ConfigError, match=r"optimizer\.lr: 0\.0002 -> 0\.0003; seed: 1234 -> 5\. Resume it"):
+        begun("optimizer.lr=3e-4", "seed=5")
+    # A refused start leaves the directory as it was, and free.
+    os.close(begun("optimizer.lr=2e-4"))
+    os.close(begun("optimizer.lr=3e-4", "checkpoint.resume=false"))
+
+
+def test_differences_name_keys_and_values() -> None:
+    old, new = composed.load("bf16"), composed.load("bf16", overrides=["algorithm.clip_high=0.3", "steps=3"])
+    assert differences(old, new) == ["algorithm.clip_high: 0.28 -> 0.3"]
+
+
+# The script.
+
+
+FAKE = r"""#!/usr/bin/env bash
+# Stands for Python: notes what it is called with, and behaves as the files beside it say.
+here="$(cd -- "$(dirname -- "$0")" && pwd)"
+printf '%s\n' "$*" >>"$here/calls"
+case "$*" in
+  *weftpub_adapters.doctor*) exit "$(cat "$here/doctor" 2>/dev/null || echo 0)" ;;
+esac
+[[ -e "$here/stubborn" ]] && trap '' TERM
+if [[ -e "$here/long" ]]; then
+  sleep 300 &
+  echo $! >"$here/child"
+  echo $$ >"$here/leader"
+  wait
+  [[ -e "$here/stubborn" ]] && while :; do sleep 1; done
+fi
+exit "$(cat "$here/code" 2>/dev/null || echo 0)"
+"""
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Path:
+    python = tmp_path / "python"
+    python.write_text(FAKE)
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    return tmp_path
+
+
+def script(folder: Path, *arguments: str, **more: str) -> "subprocess.Popen[str]":
+    environment = {**os.environ, "PYTHON": str(folder / "python"), **more}
+    return subprocess.Popen(
+        ["bash", str(RUN), *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: "subprocess.Popen[str]") -> tuple[int, str]:
+    try:
+        out, _ = process.communicate(timeout=LIMIT_S)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    return process.returncode, out
+
+
+def calls(folder: Path) -> list[str]:
+    path = folder / "calls"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("name", ["run.sh", "slurm.sbatch"])
+def test_the_scripts_are_clean(name: str) -> None:
+    subprocess.run(["bash", "-n", str(WEFTMOE / name)], check=True)
+    checker = shutil.which("shellcheck")
+    if checker is None:
+        pytest.skip("no shellcheck here")
+    checked = subprocess.run([checker, str(WEFTMOE / name)], capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout
+
+
+def test_the_machine_is_checked_first(fake: Path) -> None:
+    options = ("--model", "m", "--data", "d", "--length", "16k", "--nodes", "2", "--gpus", "4", "--steps", "3")
+    code, out = finish(script(fake, "fp8", *options, "--out", "o", "--seed", "1", "a.b=c"))
+    assert code == 0, out
+    first, second = calls(fake)
+    assert first.startswith("-m weftpub_adapters.doctor --variant fp8")
+    assert first.endswith("--nodes 2 --gpus 4 --out o")
+    assert second == "-m weftmoe.launch fp8 " + " ".join(options) + " --out o --seed 1 a.b=c"
+
+
+def test_the_smoke_takes_whatever_is_there(fake: Path) -> None:
+    assert finish(script(fake, "fp8", "--smoke"))[0] == 0
+    assert calls(fake)[0].endswith("--gpus 0")
+
+
+def test_a_sick_machine_starts_nothing(fake: Path) -> None:
+    (fake / "doctor").write_text("1")
+    assert finish(script(fake, "fp8"))[0] == 3
+    assert len(calls(fake)) == 1
+    assert finish(script(fake, "fp8", "--no-doctor"))[0] == 0
+
+
+def test_printing_needs_no_doctor(fake: Path) -> None:
+    assert finish(script(fake, "bf16", "--print"))[0] == 0
+    assert calls(fake) == ["-m weftmoe.launch bf16 --print"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "variant is missing"),
+        (("fp9",), "unknown variant"),
+        (("fp8", "--speed"), "unknown option"),
+        (("fp8", "--out"), "needs a value"),
+    ],
+)
+def test_wrong_usage(fake: Path, arguments: tuple[str, ...], message: str) -> None:
+    code, out = finish(script(fake, *arguments))
+    assert code == 2
+    assert message in out
+    assert calls(fake) == []
+
+
+def test_help_names_every_option() -> None:
+    out = subprocess.run(["bash", str(RUN), "--help"], capture_output=True, text=True, check=True).stdout
+    for option in ("model", "data", "length", "nodes", "gpus", "steps", "out", "smoke", "seed", "optimizer"):
+        assert f"--{option}" in out
+
+
+def test_the_runs_exit_code_is_passed_on(fake: Path) -> None:
+    (fake / "code").write_text("17")
+    assert finish(script(fake, "fp8"))[0] == 17
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 75)])
+def test_a_signal_ends_the_run_and_nothing_else(fake: Path, number: int, code: int) -> None:
+    """A launch script killed by name, and with its own run those of everybody else on the machine."""
+    (fake / "long").touch()
+    bystander = subprocess.Popen(["sleep", "300"], start_new_session=True)
+    process = script(fake, "fp8")
+    try:
+        until(lambda: (fake / "leader").exists())
+        leader, child = (int((fake / name).read_text()) for name in ("leader", "child"))
+        os.kill(process.pid, number)
+        assert finish(process)[0] == code
+        until(lambda: not alive(leader) and not alive(child))
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_a_run_that_does_not_end_is_ended(fake: Path) -> None:
+    (fake / "long").touch()
+    (fake / "stubborn").touch()
+    process = script(fake, "fp8", WEFTMOE_GRACE="1")
+    until(lambda: (fake / "leader").exists())
+    leader = int((fake / "leader").read_text())
+    os.kill(process.pid, signal.SIGTERM)
+    assert finish(process)[0] == 143
+    until(lambda: not alive(leader))
+
+
+# Slurm.
+
+SRUN = r"""#!/usr/bin/env bash
+here="$(cd -- "$(dirname -- "$0")" && pwd)"
+[[ "$1" == --* ]] && shift
+SLURM_NODEID=1 SLURM_GPUS_ON_NODE=4 exec "$@"
+"""
+
+
+SCONTROL = r"""#!/usr/bin/env bash
+here="$(cd -- "$(dirname -- "$0")" && pwd)"
+printf '%s\n' "$*" >>"$here/scontrol.calls"
+[[ "$1" == show ]] && printf 'node-a\nnode-b\n'
+exit 0
+"""
+
+NODE_RUN = r"""#!/usr/bin/env bash
+here="$(cd -- "$(dirname -- "$0")" && pwd)"
+printf '%s\n' "$*" >>"$here/calls"
+if [[ -e "$here/long" ]]; then
+  sleep 300 &
+  trap 'kill $!; exit 75' USR1
+  touch "$here/started"
+  wait
+fi
+exit "$(cat "$here/code")"
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Path:
+    for name, text in {"srun": SRUN, "scontrol": SCONTROL, "run.sh": NODE_RUN}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "code").write_text("0")
+    return tmp_path
+
+
+def job(cluster: Path) -> "subprocess.Popen[str]":
+    environment = {
+        **os.environ,
+        "PATH": f"{cluster}:{os.environ['PATH']}",
+        "WEFTMOE": str(cluster),
+        "SLURM_SUBMIT_DIR": "/",
+        "SLURM_JOB_ID": "12345",
+        "SLURM_JOB_NODELIST": "node-[a-b]",
+        "SLURM_NNODES": "2",
+    }
+    return subprocess.Popen(
+        ["bash", str(WEFTMOE / "slurm.sbatch"), "fp8", "--out", "o"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def queued_again(cluster: Path) -> bool:
+    return "requeue 12345" in (cluster / "scontrol.calls").read_text().splitlines()
+
+
+@pytest.mark.parametrize(("code", "exits", "again"), [(0, 0, False), (1, 1, False), (75, 0, True)])
+def test_a_job_that_is_to_come_again_is_queued_again(cluster: Path, code: int, exits: int, again: bool) -> None:
+    (cluster / "code").write_text(str(code))
+    assert finish(job(cluster))[0] == exits
+    assert calls(cluster) == ["fp8 --out o --gpus 4 --nodes 2 --node-rank 1 --master node-a:32345"]
+    assert queued_again(cluster) is again
+
+
+def test_a_job_near_its_time_limit_is_queued_again(cluster: Path) -> None:
+    (cluster / "long").touch()
+    process = job(cluster)
+    until(lambda: (cluster / "started").exists())
+    process.send_signal(signal.SIGUSR1)
+    assert finish(process)[0] == 0
+    assert queued_again(cluster)
+
+
+def test_the_job_asks_to_be_queued_again_and_to_be_told_in_time() -> None:
+    text = (WEFTMOE / "slurm.sbatch").read_text()
+    assert "#SBATCH --requeue" in text
+    assert "#SBATCH --signal=B:USR1@" in text
