@@ -79,6 +79,16 @@ _HYBRID_SIXES = {
     "num_key_value_heads": 3,
     "shared_expert_intermediate_size": 384,
 }
+# What worlds of 1, 2, 3, 4, 6 and 8 ranks can share.
+_WORLDS = {
+    "head_dim": 16,
+    "hidden_size": 128,
+    "moe_intermediate_size": 128,
+    "num_attention_heads": 24,
+    "num_experts": 24,
+    "num_hidden_layers": 1,
+    "num_key_value_heads": 24,
+}
 _SIXES = {"num_attention_heads": 6, "num_key_value_heads": 3, "num_experts": 6, "moe_intermediate_size": 384}
 
 
@@ -143,6 +153,7 @@ LAYOUTS: Mapping[str, Layout] = {
     # Split experts, and one of them twice on one rank.
     "tp4-ep2-eplb": Layout(4, 2, redundant=2, slots=((0, 1, 2, 3, 3, 4, 5, 6, 7, 0), (7, 3, 1, 5, 0, 2, 4, 6, 7, 7))),
     "tp2-redundant": Layout(2, 1, redundant=2),
+    **{f"world-{n}": Layout(n, n, model=_WORLDS) for n in (1, 2, 3, 4, 6, 8)},
     "hybrid-tp1": Layout(1, 1, base=HYBRID),
     "hybrid-tp2-ep2": Layout(2, 2, base=HYBRID),
     "hybrid-tp4-ep2-dp2": Layout(4, 2, attention_dp=2, base=HYBRID),

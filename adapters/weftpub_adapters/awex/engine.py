@@ -27,6 +27,8 @@ _PARALLEL = (
     "world_size", "rank", "tp_size", "tp_rank", "attn_tp_size", "attn_tp_rank", "attn_dp_size", "attn_dp_rank",
     "moe_ep_size", "moe_ep_rank", "moe_tp_size", "moe_tp_rank",
 )  # fmt: skip
+# Settings of a description that engines of one plan have in common.
+_SHARED = ("format", "parallel", "w13_order", "kept", "vocabulary", "linears", "hf_config")
 
 
 @dataclass(frozen=True)
@@ -310,9 +312,8 @@ def _check_ranks(descriptions: tuple[EngineDescription, ...]) -> int:
 
 
 def _fixed(description: EngineDescription) -> tuple[object, ...]:
-    """What engines of one plan must have in common: all but where their experts are."""
-    settings = {key: value for key, value in description.settings.items() if key != "experts"}
-    return description.parameters, settings
+    """What engines of one plan must have in common: all that a plan is made of, but where their experts are."""
+    return description.parameters, {key: description.settings.get(key) for key in _SHARED}
 
 
 def _check_blocks(description: EngineDescription, hf: SimpleNamespace) -> None:
