@@ -87,7 +87,6 @@ def budget_of(settings: Settings, gpu_memory: float = 141.0) -> Budget:
             ),
             cpu_offload=settings.optimizer.cpu_offload,
             shared_experts=fp8 and settings.publish.experts == "shared",
-            rebuild_wt=fp8 and settings.publish.wt == "rebuild",
             recompute=train.recompute == "full",
         )
     )

@@ -72,14 +72,12 @@ class Model(_Block):
         name: short name of the configuration, such as "qwen3-30b-a3b".
         path: Hugging Face directory or repository name. The smoke mode makes its own and ignores it.
         architecture: what ``architectures[0]`` of its config.json has to be.
-        vision: whether the checkpoint carries a vision tower. It is served, and never trained here.
         mtp, speculative: multi-token prediction and speculative decoding; both stay off.
     """
 
     name: str
     path: str
     architecture: Literal["Qwen3MoeForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"]
-    vision: bool = False
     mtp: Off = "off"
     speculative: Off = "off"
 
@@ -90,7 +88,6 @@ class Data(_Block):
     Attributes:
         path: parquet file or folder as published, or the name of a dataset of the `datasets` package.
         split: its split, for a name.
-        deduplicate: keep one row of each prompt; the published file repeats every prompt about a hundred times.
         max_prompt_tokens: longer prompts are left out, and counted.
         shuffle: draw prompts in an order made from the seed; else as they lie.
         enable_thinking: passed to the chat template.
@@ -98,7 +95,6 @@ class Data(_Block):
 
     path: str
     split: str = "train"
-    deduplicate: bool = True
     max_prompt_tokens: Positive
     shuffle: bool = True
     enable_thinking: bool = True
@@ -302,7 +298,6 @@ class Publish(_Block):
         preset: quantizer of the routed experts (fp8).
         activation_scales: rule for the scales of activations, the same in trainer and engine (fp8).
         experts: "copy", or "shared": trainer and engine map one allocation where their layouts coincide.
-        wt: W^T is stored, or rebuilt from W.
         staging_mib: most extra GPU memory of a publish.
         bucket_mib: bucket of the native path.
         verify_sha256: compare sha256 of what is served with what is trained, beside the checksums.
@@ -313,7 +308,6 @@ class Publish(_Block):
     preset: str = "te_fp32"
     activation_scales: Literal["fp32", "power_of_two"] = "fp32"
     experts: Literal["copy", "shared"] = "copy"
-    wt: Literal["store", "rebuild"] = "store"
     staging_mib: Positive = 512
     bucket_mib: Positive = 1024
     verify_sha256: bool = False
@@ -326,7 +320,6 @@ class Checkpoint(_Block):
     save: SaveEvery = 20
     keep: Positive = 2
     resume: bool = True
-    export_hf: bool = False
 
 
 class Telemetry(_Block):

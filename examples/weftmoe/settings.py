@@ -149,8 +149,7 @@ def _checkpoint(directory: Path) -> dict[str, Any]:
     except (OSError, json.JSONDecodeError, LookupError) as error:
         raise ConfigError(f"{path}: no Hugging Face config that names its architecture: {error!r}") from error
     name = directory.absolute().name.lower()
-    vision = "vision_config" in config
-    return {"name": name, "path": str(directory), "architecture": architecture, "vision": vision}
+    return {"name": name, "path": str(directory), "architecture": architecture}
 
 
 def _sized(merged: Any, nodes: int | None, gpus: int | None) -> dict[str, Any]:

@@ -25,7 +25,8 @@ def main(arguments: list[str]) -> int:
 
         train.main(settings)
     except WeftpubError as error:
-        print(f"weftmoe: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
+        print(f"weftmoe: {type(error).__name__}: {error}{notes}", file=sys.stderr, flush=True)
         return 1
     return 0
 

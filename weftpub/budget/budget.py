@@ -128,7 +128,7 @@ def make_budget(request: Request) -> Budget:
 
 def _changes(request: Request) -> Iterator[tuple[str, Request]]:
     if request.variant == "fp8" and not request.rebuild_wt:
-        yield "rebuild W^T layer by layer (--rebuild-wt, publish.wt=rebuild)", replace(request, rebuild_wt=True)
+        yield "rebuild W^T layer by layer (--rebuild-wt)", replace(request, rebuild_wt=True)
     if request.variant == "baseline" and not request.cpu_offload:
         words = "AdamW with Megatron's CPU offload (--optimizer adamw --cpu-offload)"
         yield words, replace(request, rule="adamw", cpu_offload=True)
