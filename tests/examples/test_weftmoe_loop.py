@@ -1,0 +1,358 @@
+"""The loop's parts that need neither Megatron nor an engine: collecting, names and shards of weights, logits in
+stretches, optimizer settings, minibatches and checkpoints on disk.
+"""
+
+import json
+import math
+from collections.abc import Sequence as Many
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from weftmoe import settings as composed
+from weftmoe.data import PromptSampler, read_prompts, write_arithmetic
+from weftmoe.grpo import Microbatch, Sequence, group_advantages, microbatches
+from weftmoe.loop import checkpoint
+from weftmoe.loop.collect import Collector
+from weftmoe.loop.optimizer import learning_rate, optimizer_fields
+from weftmoe.loop.prompts import EncodedPrompt, stop_tokens
+from weftmoe.loop.scoring import log_probabilities
+from weftmoe.loop.step import FixedTokens, _minibatches
+from weftmoe.loop.weights import megatron_name, tensor_parallel_part
+from weftmoe.reward import Rewarder
+from weftmoe.rollout import Request, Sample, Span
+from weftmoe.schema import Settings
+from weftmoe.telemetry import Counters, Timers
+
+from weftpub.errors import CheckpointError, StateError
+
+
+def settings(variant: str = "fp8", optimizer: str = "muon", *overrides: str) -> Settings:
+    return composed.load(variant, optimizer=optimizer, smoke="cpu", overrides=list(overrides))
+
+
+# Collecting.
+
+
+class Digits:
+    """A tokenizer whose tokens are their own text; 99 ends."""
+
+    def decode(self, tokens: Many[int], *, skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return "".join(str(token) for token in tokens if token != 99)
+
+
+class Oracle:
+    """A rollout that answers some completions rightly: those whose number in the group is below `right`."""
+
+    def __init__(self, truths: dict[tuple[int, ...], str], right: Many[int]) -> None:
+        self.truths, self.right, self.asked = truths, list(right), 0
+        self.requests: list[list[Request]] = []
+
+    def generate(self, requests: Many[Request]) -> list[Sample]:
+        self.requests.append(list(requests))
+        seen: dict[tuple[int, ...], int] = {}
+        samples = []
+        for request in requests:
+            number = seen[request.tokens] = seen.get(request.tokens, -1) + 1
+            if number == 0:
+                self.asked += 1
+            good = number < self.right[(self.asked - 1) % len(self.right)]
+            text = self.truths[request.tokens] if good else "7777"
+            tokens = (*(int(letter) for letter in text), 99)
+            logprobs = tuple(-0.5 for _ in tokens)
+            samples.append(Sample(tokens, logprobs, "stop" if good else "length", (Span(4, 0, len(tokens)),)))
+        return samples
+
+
+def collector(tmp_path: Path, right: Many[int], *overrides: str) -> tuple[Collector, Oracle, PromptSampler]:
+    chosen = settings("fp8", "muon", "algorithm.prompts=4", "algorithm.completions=3", *overrides)
+    write_arithmetic(tmp_path / "sums.jsonl", 40, seed=0)
+    read = read_prompts(tmp_path / "sums.jsonl")
+    encoded = {
+        prompt.index: EncodedPrompt(prompt, (number, number), (2,)) for number, prompt in enumerate(read.prompts)
+    }
+    oracle = Oracle({one.tokens: one.prompt.ground_truth for one in encoded.values()}, right)
+    sampler = PromptSampler(read.prompts, seed=1, epochs=1)
+    return Collector(chosen, sampler, encoded, Digits(), Rewarder()), oracle, sampler
+
+
+def test_a_step_is_collected(tmp_path: Path) -> None:
+    made, oracle, sampler = collector(tmp_path, [1, 3, 0, 2])
+    advanced: list[int] = []
+    found = made.collect(5, oracle, Timers(), advanced.append)
+    assert found is not None
+    assert found.rewards == (1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0)
+    assert [s.index for s in found.sequences] == list(range(12))
+    advantages = [round(s.advantage, 3) for s in found.sequences]
+    assert advantages[:3] == [1.414, -0.707, -0.707]
+    assert advantages[3:9] == [0.0] * 6
+    assert found.versions == {4}
+    assert (found.kept, found.dropped, found.rounds, found.completions) == (4, 0, 1, 12)
+    assert found.prompt_tokens == 24
+    assert found.completion_tokens == sum(found.completion_lengths)
+    assert found.cut == 6, "wrong ones ran into the limit"
+    assert sum(advanced) == 12
+    assert sampler.drawn == 4
+    total = settings().length.total
+    assert all(request.limit == total - 2 for request in oracle.requests[0])
+    assert len({request.seed for request in oracle.requests[0]}) == 12
+
+
+def test_seeds_follow_from_the_step(tmp_path: Path) -> None:
+    """A resumed run must ask for the very completions that the unbroken one asked for."""
+    first, one, _ = collector(tmp_path, [1])
+    again, other, _ = collector(tmp_path, [1])
+    later, third, _ = collector(tmp_path, [1])
+    first.collect(2, one, Timers())
+    again.collect(2, other, Timers())
+    later.collect(3, third, Timers())
+    assert one.requests == other.requests
+    assert {r.seed for r in one.requests[0]}.isdisjoint(r.seed for r in third.requests[0])
+
+
+def test_dynamic_sampling_draws_more_prompts(tmp_path: Path) -> None:
+    on = ("algorithm.dynamic_sampling=true", "algorithm.max_resamples=2")
+    made, oracle, sampler = collector(tmp_path, [0, 3, 1, 0], *on)  # one informative group in four
+    found = made.collect(1, oracle, Timers())
+    assert found is not None
+    assert (found.kept, found.dropped, found.rounds) == (3, 9, 3), "three rounds of four, then what there is"
+    assert sampler.drawn == 12
+    assert len(found.sequences) == 9
+    assert len(found.rewards) == found.completions == 36, "the reward is that of everything sampled"
+    assert len({request.seed for round in oracle.requests for request in round}) == 36
+
+
+def test_the_data_ends(tmp_path: Path) -> None:
+    made, oracle, _ = collector(tmp_path, [1])
+    steps = [made.collect(step, oracle, Timers()) for step in range(1, 12)]
+    assert steps[9] is not None
+    assert steps[10] is None, "40 prompts are ten steps of four"
+
+
+def test_long_completions_are_punished_softly(tmp_path: Path) -> None:
+    """The last 90 tokens before the limit cost up to 1; the task reward stays what the verifier said."""
+    made, oracle, _ = collector(tmp_path, [1], "data.max_prompt_tokens=2", "algorithm.overlong_tokens=90")
+    found = made.collect(1, oracle, Timers())
+    assert found is not None
+    assert found.rewards[:3] == (1.0, 0.0, 0.0)
+    free = settings().length.total - 2 - 90
+    punished = [max(0, length - free) / 90 for length in found.completion_lengths[:3]]
+    assert punished[1] > 0
+    expected = group_advantages([reward - cost for reward, cost in zip(found.rewards, punished, strict=False)])
+    assert tuple(s.advantage for s in found.sequences[:3]) == expected.advantages
+
+
+def test_an_engine_without_logprobs_is_named(tmp_path: Path) -> None:
+    made, oracle, _ = collector(tmp_path, [1])
+    generate = oracle.generate
+    oracle.generate = lambda requests: [Sample(s.tokens, (), s.finish, s.spans) for s in generate(requests)]  # type: ignore[method-assign]
+    with pytest.raises(StateError, match="log-probs"):
+        made.collect(1, oracle, Timers())
+
+
+def test_end_tokens_come_from_every_place(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 4]}), encoding="utf-8")
+    tokenizer: Any = type("T", (), {"eos_token_id": 5})
+    assert stop_tokens(tokenizer, {"eos_token_id": 2}, tmp_path) == (2, 3, 4, 5)
+
+
+# Weights.
+
+
+@pytest.mark.parametrize(
+    ("local", "grouped"),
+    [
+        ("decoder.layers.3.input_layernorm.weight", "decoder.layers.3.self_attention.linear_qkv.layer_norm_weight"),
+        ("decoder.layers.3.pre_mlp_layernorm.weight", "decoder.layers.3.pre_mlp_layernorm.weight"),
+        (
+            "decoder.layers.0.mlp.experts.local_experts.12.linear_fc1.weight",
+            "decoder.layers.0.mlp.experts.linear_fc1.weight12",
+        ),
+        ("decoder.layers.0.mlp.router.weight", "decoder.layers.0.mlp.router.weight"),
+        ("decoder.final_layernorm.weight", "decoder.final_layernorm.weight"),
+    ],
+)
+def test_names_in_transformer_engines_layers(local: str, grouped: str) -> None:
+    assert megatron_name(local) == grouped
+
+
+def test_tensor_parallel_parts() -> None:
+    tensor = torch.arange(24).reshape(4, 6)
+    rows, columns = (
+        "decoder.layers.1.self_attention.linear_qkv.weight",
+        "decoder.layers.1.self_attention.linear_proj.weight",
+    )
+    assert torch.equal(tensor_parallel_part(rows, tensor, 1, 2), tensor[2:])
+    assert torch.equal(tensor_parallel_part(columns, tensor, 1, 2), tensor[:, 3:])
+    expert = "decoder.layers.1.mlp.experts.local_experts.0.linear_fc1.weight"
+    assert tensor_parallel_part(expert, tensor, 1, 2) is tensor
+    with pytest.raises(CheckpointError, match="cannot be split over 3"):
+        tensor_parallel_part("output_layer.weight", tensor, 0, 3)
+
+
+# Logits in stretches.
+
+
+class Model:
+    """Hidden states from an embedding, and an output layer, behind Megatron's `output_processor`.
+
+    With `parts`, this is rank 0 of so many tensor-parallel ranks with sequence parallelism: it has the first share of
+    the positions, and its output layer gathers the same stretch of every rank's share.
+    """
+
+    def __init__(self, parts: int = 1) -> None:
+        torch.manual_seed(0)
+        self.embedding = torch.randn(30, 8, requires_grad=True)
+        self.weight = torch.randn(30, 8, requires_grad=True)
+        self.parts = parts
+        self.most = 0
+
+    def __call__(
+        self, tokens: torch.Tensor, positions: Any, mask: Any, *, labels: Any, output_processor: Any, **_: Any
+    ) -> torch.Tensor:
+        # The position travels with the hidden state, so that the output layer knows which stretch it was given.
+        places = torch.arange(tokens.shape[1], dtype=torch.float32)[:, None, None].expand(-1, len(tokens), 1)
+        hidden = torch.cat([self.embedding[tokens].transpose(0, 1), places], dim=-1)
+        shares = hidden.chunk(self.parts)
+
+        def output_layer(part: torch.Tensor, *, weight: Any, runtime_gather_output: bool) -> tuple[torch.Tensor, None]:
+            start = int(part[0, 0, -1])
+            others = [share[start : start + len(part)] for share in shares[1:]]
+            logits = torch.cat([part, *others])[..., :-1] @ self.weight.t()
+            self.most = max(self.most, logits.shape[0] * logits.shape[1])
+            return logits, None
+
+        def loss(labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+            return -logits.log_softmax(-1).gather(-1, labels.t()[..., None])[..., 0].t()
+
+        return output_processor(
+            hidden_states=shares[0],
+            output_layer=output_layer,
+            output_weight=None,
+            labels=labels,
+            compute_language_model_loss=loss,
+        )
+
+
+def padded() -> Microbatch:
+    sequences = [Sequence(n, tuple(range(n, n + 9 + n)), 3, (-1.0,) * (6 + n)) for n in range(3)]
+    (batch,) = microbatches(sequences, budget=1000, layout="padded", pad_to=2)
+    return batch
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("chunk", [3, 6, 9, 1000])
+def test_stretches_give_the_same_values_and_gradients(chunk: int, parts: int) -> None:
+    batch, cpu = padded(), torch.device("cpu")
+    whole, cut = Model(), Model(parts)
+    expected = log_probabilities(whole, batch, cpu, chunk_tokens=0)
+    found = log_probabilities(cut, batch, cpu, chunk_tokens=chunk)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    expected.sum().backward()
+    found.sum().backward()
+    for one, other in ((whole.weight, cut.weight), (whole.embedding, cut.embedding)):
+        assert one.grad is not None
+        assert other.grad is not None
+        torch.testing.assert_close(other.grad, one.grad, rtol=1e-5, atol=1e-5)
+    assert cut.most <= max(3 * parts, min(chunk, 30))
+
+
+# The optimizer.
+
+
+def test_optimizer_fields_of_the_variants() -> None:
+    muon = optimizer_fields(settings("fp8"))
+    assert (muon["optimizer"], muon["use_distributed_optimizer"], muon["muon_scale_mode"]) == (
+        "muon",
+        False,
+        "spectral",
+    )
+    assert "optimizer_cpu_offload" not in muon
+    staged = optimizer_fields(settings("fp8", "adamw"))
+    assert (staged["optimizer"], staged["use_distributed_optimizer"]) == ("adam", True)
+    assert staged["optimizer_cpu_offload"]
+    assert staged["optimizer_offload_fraction"] == 1.0
+    plain = optimizer_fields(settings("baseline", "adamw", "optimizer.cpu_offload=false"))
+    assert "optimizer_cpu_offload" not in plain
+
+
+def test_the_learning_rate_rises_over_the_warm_up() -> None:
+    optimizer = settings("fp8", "muon", "optimizer.lr=0.4", "optimizer.warmup_steps=4").optimizer
+    assert [learning_rate(optimizer, step) for step in range(1, 6)] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4])
+    assert learning_rate(settings("fp8", "muon", "optimizer.lr=0").optimizer, 7) == 0.0
+
+
+def test_minibatches_keep_groups_together() -> None:
+    sequences = [Sequence(n, (1, 2), 1, (-1.0,)) for n in range(12)]
+    parts = _minibatches(sequences, 2, 3, (1, 2, 0))
+    assert sorted(s.index for part in parts for s in part) == list(range(12))
+    for part in parts:
+        assert len(part) == 6
+        groups = [{s.index // 3 for s in part[first : first + 3]} for first in (0, 3)]
+        assert all(len(group) == 1 for group in groups)
+    assert parts == _minibatches(sequences, 2, 3, (1, 2, 0))
+    assert parts != _minibatches(sequences, 2, 3, (1, 3, 0)) or parts != _minibatches(sequences, 2, 3, (1, 4, 0))
+
+
+# Fixed tokens.
+
+
+def test_fixed_tokens_see_a_single_bit(tmp_path: Path) -> None:
+    made, oracle, _ = collector(tmp_path, [1])
+    collected = made.collect(1, oracle, Timers())
+    assert collected is not None
+    fixed = FixedTokens(collected, count=4)
+    asked: list[Any] = []
+
+    class Scorer:
+        value = -1.0
+
+        def score(self, sequences: Any) -> Any:
+            asked.append(sequences)
+            return [(self.value,) * (len(tokens) - first) for tokens, first in sequences]
+
+    scorer: Any = Scorer()
+    before = fixed.digest(scorer)
+    assert fixed.digest(scorer) == before
+    scorer.value = math.nextafter(-1.0, 0.0)
+    assert fixed.digest(scorer) != before
+    assert len(asked[0]) == 4
+
+
+# Checkpoints on disk.
+
+
+def checkpoint_folder(out: Path, step: int, *, whole: bool = True) -> Path:
+    path = out / "checkpoints" / f"step-{step:06d}"
+    (path / "trainer").mkdir(parents=True)
+    if whole:
+        state = {"step": step, "data": {}, "total": Counters().model_dump(), "identity": {}}
+        (path / "loop.json").write_text(json.dumps(state), encoding="utf-8")
+    return path
+
+
+def test_the_newest_whole_checkpoint_is_found(tmp_path: Path) -> None:
+    """A run was killed while it saved step 30: what lies there has no loop.json, or the name of a part."""
+    assert checkpoint.latest(tmp_path) is None
+    checkpoint_folder(tmp_path, 10)
+    newest = checkpoint_folder(tmp_path, 20)
+    checkpoint_folder(tmp_path, 30, whole=False)
+    (tmp_path / "checkpoints" / ".step-000040.part").mkdir()
+    assert checkpoint.latest(tmp_path) == newest
+    assert checkpoint.read_state(newest).step == 20
+
+
+def test_old_checkpoints_go(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        checkpoint_folder(tmp_path, step)
+    checkpoint.delete_old(tmp_path, 2)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000020", "step-000030"]
+
+
+def test_a_damaged_state_names_its_file(tmp_path: Path) -> None:
+    path = checkpoint_folder(tmp_path, 10)
+    (path / "loop.json").write_text("{", encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"loop\.json cannot be read"):
+        checkpoint.read_state(path)
