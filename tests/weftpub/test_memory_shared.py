@@ -125,7 +125,11 @@ def test_memory_made_for_other_experts_is_refused_with_the_difference(tmp_path: 
             memory.tensor("layers.9.w13")
         assert layout_of(memory.catalogue) == LAYOUT
         with SharedAllocation.join(tmp_path, "experts", "cpu") as again:  # takes what is there
-            assert again.catalogue == CATALOGUE
+            assert again is memory  # one mapping for all parts of a process
+        assert joined(memory.id) is memory
+        with pytest.raises(ConfigError, match="this process maps it with protected=False already"):
+            SharedAllocation.join(tmp_path, "experts", "cpu", protected=True)
+    assert joined(memory.id) is None
 
 
 def test_catalogue_places_tensors_apart_and_reads_back_only_what_fits() -> None:

@@ -62,6 +62,7 @@ class SharedAllocation:
         self._pages = pages
         self._header = header
         self._server: HandoverServer | None = None
+        self._users = 1  # joins of this process that have not left
         if protected:
             pages.protect(Access.READ)
 
@@ -100,7 +101,10 @@ class SharedAllocation:
         meeting = _Meeting(Path(folder), name, gpu)
         with meeting.locked(seconds):
             found = meeting.ask()
-            if found is not None:
+            known = None if found is None else joined(found[0].allocation)
+            if found is not None and known is not None:
+                memory = known._join_again(found, name, protected)
+            elif found is not None:
                 memory = cls._open(found, where, gpu, name, protected)
             elif create and catalogue is not None:
                 memory = cls._make(catalogue, where, gpu, name, protected)
@@ -112,7 +116,8 @@ class SharedAllocation:
             if catalogue is not None and (difference := catalogue.difference(memory.catalogue)) is not None:
                 memory.leave()
                 raise ConfigError(f"shared memory {name!r} for {gpu} was made for something else: {difference}")
-            memory._listen(meeting)
+            if memory is not known:
+                memory._listen(meeting)
         _joined[memory.id] = memory
         return memory
 
@@ -145,6 +150,15 @@ class SharedAllocation:
             raise TransportError(f"shared memory {name!r}: {facts.nbytes} bytes offered, its header says otherwise")
         pages = open_pages(device, memory, facts.nbytes)
         return cls(pages, opened, facts, device, created=False, protected=protected)
+
+    def _join_again(self, found: tuple[Facts, int, int], name: str, protected: bool) -> "SharedAllocation":
+        """This process maps it already: one mapping serves all of its parts."""
+        os.close(found[1])
+        os.close(found[2])
+        if protected != self.protected:
+            raise ConfigError(f"shared memory {name!r}: this process maps it with protected={self.protected} already")
+        self._users += 1
+        return self
 
     @property
     def address(self) -> int:
@@ -226,9 +240,12 @@ class SharedAllocation:
     # Leaving.
 
     def leave(self) -> None:
-        """Answer nobody any more and close the descriptors. The mapping goes with the last tensor over it, the memory
-        with the last process. Twice does nothing.
+        """Answer nobody any more and close the descriptors, once every part of this process that joined has left. The
+        mapping goes with the last tensor over it, the memory with the last process.
         """
+        self._users -= 1
+        if self._users > 0:
+            return
         if self._server is not None:
             self._server.close()
             self._server = None

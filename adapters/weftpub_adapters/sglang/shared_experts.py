@@ -1,0 +1,313 @@
+"""Gives the routed experts of a loaded SGLang model memory that the trainer maps too, before CUDA graphs are captured.
+
+    shared = share_experts(model, folder)      right after the model was loaded, outside of the memory saver's region
+    side = engine_side(live_engine, model)     what the receiver drives: the same engine, with the memory's header asked
+
+Every `Parameter` object stays; its data becomes a view of the shared allocation, at an address that never changes. The
+allocation is none of the memory saver's, so a release of the `weights` tag neither frees nor touches it. The memory
+that SGLang had reserved is given back: the saver keeps freed blocks in a pool of its own for as long as that pool
+lives, so the pool is replaced, and what came free is measured.
+
+A model that cannot be shared (experts in another order, split over ranks, a driver that forbids it) keeps its own
+memory, and is published to by copy.
+"""
+
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from weftpub.canonical import FAMILIES
+from weftpub.errors import ConfigError, WeftpubError
+from weftpub.memory import SharedAllocation, SharedState, sharing_obstacle
+from weftpub.receive import EngineSide
+from weftpub.receive.shared import SharedEngineSide
+from weftpub.store import StoreLayout
+from weftpub.store.shared import layout_of, shared_catalogue
+from weftpub_adapters.sglang.describe import w13_order
+from weftpub_adapters.sglang.placement import expert_slots
+
+__all__ = ["SETTING", "ShareSettings", "SharedExperts", "engine_side", "share_experts", "share_on_load", "shared_of"]
+
+logger = logging.getLogger(__name__)
+
+SETTING = "weftpub_shared_experts"  # in SGLang's --json-model-override-args
+_ATTRIBUTE = "_weftpub_shared_experts"
+# SGLang's parameter of a layer -> the store's buffer.
+_BUFFERS: Mapping[str, str] = {
+    "w13_weight": "w13",
+    "w13_weight_scale_inv": "w13_scale",
+    "w2_weight": "w2",
+    "w2_weight_scale_inv": "w2_scale",
+}
+
+
+class ShareSettings(BaseModel):
+    """What an engine is told, as the value of `SETTING` in ``--json-model-override-args``.
+
+    Attributes:
+        folder: where trainer and engine meet.
+        name: of the memory.
+        protected: debug mode, see `SharedAllocation.join`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    folder: str
+    name: str = "experts"
+    protected: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class SharedExperts:
+    """What `share_experts` did.
+
+    Attributes:
+        memory: the allocation.
+        parameters: parameters that lie in it now.
+        reasons: layers that do not, with the reason.
+        nbytes: bytes of these parameters.
+        given_back: bytes of the GPU that came free, measured; None on a CPU.
+        filled: whether this engine put its loaded weights there; else what the trainer has there is served.
+    """
+
+    memory: SharedAllocation
+    parameters: tuple[str, ...]
+    reasons: Mapping[str, str] = field(default_factory=dict[str, str])
+    nbytes: int = 0
+    given_back: int | None = None
+    filled: bool = False
+
+
+@torch.no_grad()
+def share_experts(
+    model: torch.nn.Module, folder: str, *, name: str = "experts", protected: bool = False
+) -> SharedExperts:
+    """Rebind the routed experts of a loaded model. Call it in the worker, in SGLang's runtime context, before CUDA
+    graphs are captured.
+
+    If a trainer holds the memory already, what is there stays and the loaded weights are dropped: it is the committed
+    version, or the next publish makes it one. Otherwise this engine makes the memory from its own layout and puts its
+    loaded weights there.
+
+    Args:
+        model: the model.
+        folder, name: see `SharedAllocation.join`.
+        protected: debug mode.
+
+    Raises:
+        ConfigError: layout or backend cannot be shared, with the reason. TransportError, ChannelError: the driver, the
+            system or the folder forbid it; names the call. The model is unchanged then.
+    """
+    own = _layout(model)
+    saver = _memory_saver()
+    device = next(model.parameters()).device
+    obstacle = sharing_obstacle(device, folder)
+    if obstacle is not None:
+        raise ConfigError(f"experts cannot be shared: {obstacle}")
+    memory, made = _join(folder, name, device, own, protected)
+    try:
+        targets, reasons = _targets(model, memory)
+        if not targets:
+            raise ConfigError(f"no layer of experts can be shared: {next(iter(reasons.values()), 'it has none')}")
+        filled = made and memory.standing().state is SharedState.EMPTY
+        if filled:
+            memory.begin(0)
+            for parameter, target in targets.values():
+                target.view(torch.uint8).copy_(parameter.data.view(torch.uint8))
+            _settle(device)
+            memory.seal()
+        before = _free(device)
+        for parameter, target in targets.values():
+            parameter.data = target
+        given_back = _give_back(device, before, saver)
+    except BaseException:
+        memory.leave()
+        raise
+    nbytes = sum(target.nbytes for _, target in targets.values())
+    shared = SharedExperts(memory, tuple(targets), reasons, nbytes, given_back, filled)
+    setattr(model, _ATTRIBUTE, shared)
+    logger.info(
+        "weftpub: %d expert parameters, %d bytes, lie in memory shared with the trainer; %s bytes given back",
+        len(targets),
+        nbytes,
+        given_back,
+    )
+    return shared
+
+
+def share_on_load(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around SGLang's `ModelRunner.load_model`: load, then share if the engine was started with `SETTING`.
+
+    Whatever is in the way is logged, and the engine starts with experts of its own: publishes copy them.
+    """
+    result = original(runner, *args, **kwargs)
+    wish = getattr(runner.model_config.hf_config, SETTING, None)
+    if wish is None or getattr(runner, "is_draft_worker", False):
+        return result
+    try:
+        settings = ShareSettings.model_validate(wish)
+        share_experts(runner.model, settings.folder, name=settings.name, protected=settings.protected)
+    except ValidationError as error:
+        logger.warning("weftpub: %s has %d faults; experts are not shared", SETTING, error.error_count())
+    except WeftpubError as error:
+        logger.warning("weftpub: experts are not shared, publishes copy them: %s", error)
+    return result
+
+
+def shared_of(model: torch.nn.Module) -> SharedExperts | None:
+    """What was shared of a model, None if nothing was."""
+    return getattr(model, _ATTRIBUTE, None)
+
+
+def engine_side(engine: EngineSide, model: torch.nn.Module, version: int | None = None) -> EngineSide:
+    """The engine as its receiver must drive it: `engine` itself, or a `SharedEngineSide` around it.
+
+    Args:
+        engine: over the same model.
+        model: the model.
+        version: the published version that the engine serves already, None if none.
+    """
+    shared = shared_of(model)
+    if shared is None:
+        return engine
+    if version is not None:
+        standing = shared.memory.standing()
+        if standing.committed is None or standing.committed.version != version:
+            shared.memory.commit(version)
+        shared.memory.start_serving()
+    return SharedEngineSide(engine, shared.memory)
+
+
+def _layout(model: torch.nn.Module) -> StoreLayout:
+    """The layout of a store of exactly this rank's experts; ConfigError if its layers cannot be one."""
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+
+    if w13_order(model) != "gate":
+        raise ConfigError("this engine keeps up rows before gate rows; the trainer's fc1 is gate over up")
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, FusedMoE)}
+    split = sorted({module.moe_tp_size for module in layers.values()} - {1})
+    if split:
+        raise ConfigError(
+            f"this engine splits every expert over {split[0]} ranks (moe_tp_size); the trainer keeps experts whole: "
+            "set ep_size to tp_size"
+        )
+    slots = expert_slots(model)
+    first = next(iter(layers))
+    module = layers[first]
+    if len(set(slots[first])) != len(slots[first]):
+        raise ConfigError(f"{first}: this rank holds an expert twice; the trainer holds it once")
+    architecture = type(model).__name__
+    return StoreLayout(
+        layers=tuple(one.layer_id for name, one in layers.items() if slots[name] == slots[first]),
+        experts=tuple(slots[first]),
+        hidden=module.w2_weight.shape[1],
+        intermediate=module.w2_weight.shape[2],
+        format="fp8" if module.w13_weight.dtype == torch.float8_e4m3fn else "bf16",
+        family=FAMILIES.get(architecture, FAMILIES["Qwen3MoeForCausalLM"]),
+    )
+
+
+def _join(
+    folder: str, name: str, device: torch.device, own: StoreLayout, protected: bool
+) -> tuple[SharedAllocation, bool]:
+    """The memory that a trainer holds, whatever it holds, or new memory of this layout; and whether this made it."""
+    try:
+        return SharedAllocation.join(folder, name, device, create=False, protected=protected), False
+    except ConfigError:  # nobody has it yet
+        memory = SharedAllocation.join(folder, name, device, shared_catalogue(own), protected=protected)
+        return memory, memory.created
+
+
+type _Targets = dict[str, tuple[torch.nn.Parameter, torch.Tensor]]
+
+
+def _targets(model: torch.nn.Module, memory: SharedAllocation) -> tuple[_Targets, dict[str, str]]:
+    """Parameter name to the parameter and its place in the memory; layers without one, with the reason."""
+    layout = layout_of(memory.catalogue)
+    targets: _Targets = {}
+    reasons: dict[str, str] = {}
+    for name, held in expert_slots(model).items():
+        module = model.get_submodule(name)
+        layer: Any = module.layer_id
+        start = _run(layout.experts, held)
+        if layer not in layout.layers or start is None:
+            reasons[name] = (
+                f"{name}: layer {layer} with experts {_few(held)} is no run of what the memory holds: layers "
+                f"{_few(layout.layers)} with experts {_few(layout.experts)}"
+            )
+            continue
+        found: _Targets = {}
+        for kind, buffer in _BUFFERS.items():
+            parameter: Any = getattr(module, kind, None)
+            if parameter is None:
+                continue
+            target = memory.tensor(f"layers.{layer}.{buffer}")[start : start + len(held)]
+            if (target.shape, target.dtype) != (parameter.shape, parameter.dtype) or not parameter.is_contiguous():
+                reasons[name] = (
+                    f"{name}.{kind}: the engine has {parameter.dtype} {list(parameter.shape)}, the memory "
+                    f"{target.dtype} {list(target.shape)}"
+                )
+            found[f"{name}.{kind}"] = parameter, target
+        if name not in reasons:
+            targets.update(found)
+    return targets, reasons
+
+
+def _run(experts: Sequence[int], held: Sequence[int]) -> int | None:
+    """Where `held` lies in `experts` as one run, None if it does not."""
+    start = experts.index(held[0]) if held and held[0] in experts else len(experts)
+    return start if list(experts[start : start + len(held)]) == list(held) else None
+
+
+def _few(numbers: Sequence[int]) -> str:
+    return str(list(numbers)) if len(numbers) <= 8 else f"{numbers[0]} to {numbers[-1]} ({len(numbers)})"
+
+
+def _free(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _memory_saver() -> Any:
+    """torch-memory-saver's state if it is in use, None if it is not.
+
+    Raises:
+        ConfigError: inside of one of its regions, or a release that keeps its pool elsewhere.
+    """
+    module = sys.modules.get("torch_memory_saver")
+    saver = None if module is None else getattr(module.torch_memory_saver, "_impl", None)
+    if saver is None:
+        return None
+    if not all(hasattr(saver, known) for known in ("_binary_wrapper", "_hook_util", "_primary_mem_pool")):
+        raise ConfigError(
+            "this release of torch-memory-saver is not known; use 0.0.9.post1, or leave the experts unshared"
+        )
+    if saver._binary_wrapper.cdll.tms_get_interesting_region():
+        raise ConfigError("experts are shared after the model was loaded, outside of the memory saver's region")
+    return saver
+
+
+def _give_back(device: torch.device, before: int, saver: Any) -> int | None:
+    """Hand freed memory back to the GPU; the bytes that came free since `before`, None on a CPU.
+
+    PyTorch hands the free blocks of a pool back only when the pool itself goes, so the saver gets another one. Blocks
+    in use stay where they are, and the saver knows them by address.
+    """
+    if device.type != "cuda":
+        return None
+    if saver is not None:
+        saver._primary_mem_pool = torch.cuda.MemPool(allocator=saver._hook_util.get_allocator())
+    torch.cuda.empty_cache()
+    return _free(device) - before
