@@ -51,14 +51,14 @@ LOAD_ASM = f"""
 mov.u32 thread, %tid.x;
 and.b32 lane, thread, 31;
 mad.wide.u32 at, lane, 32, $16;
-ld.global.v4.b32 {{$0, $1, $2, $3}}, [at];
-ld.global.v4.b32 {{$4, $5, $6, $7}}, [at + 16];
+ld.global.L1::evict_last.v4.b32 {{$0, $1, $2, $3}}, [at];
+ld.global.L1::evict_last.v4.b32 {{$4, $5, $6, $7}}, [at + 16];
 mad.wide.u32 at, thread, 16, $16;
-ld.global.v4.b32 {{$8, $9, $10, $11}}, [at + {_LIMB_BYTES}];
+ld.global.L1::evict_last.v4.b32 {{$8, $9, $10, $11}}, [at + {_LIMB_BYTES}];
 }}
 """
 """$0..$7: a thread's limbs, two words per column; $8 to $11: the halves of its two places; $16: the address of the
-weights. Four more outputs are unused."""
+weights, which every program reads, and so should stay close. Four more outputs are unused."""
 
 LOAD_CONSTRAINTS = ",".join(["=r"] * 16 + ["l"] * 16)
 

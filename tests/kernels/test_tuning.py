@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from weftpub_kernels import QuantizedPair
-from weftpub_kernels.launch import fixed_strides
+from weftpub_kernels import PRESETS, QuantizedPair, selftest
+from weftpub_kernels.launch import Variant, fixed_strides
+from weftpub_kernels.reference import quantize_reference
 from weftpub_kernels.tuning import ROWS, Tuning, choose
 
 
@@ -30,8 +31,25 @@ def test_rows_ascend_and_take_every_launch() -> None:
     ],
 )
 def test_strides_are_compiled_in_where_the_self_test_can_follow(shape: tuple[int, ...], fixed: tuple[int, ...]) -> None:
-    x, out = torch.empty(shape, device="meta"), QuantizedPair.empty(shape, "meta")
+    x, out = torch.empty(shape), QuantizedPair.empty(shape, "cpu")
     assert fixed_strides(x, out, Tuning(fixed=True)) == fixed
     assert fixed_strides(x, out, Tuning()) == (0, 0, 0)
-    turned = torch.empty(shape[::-1], device="meta").permute(*reversed(range(len(shape))))
+    turned = torch.empty(shape[::-1]).permute(*reversed(range(len(shape))))
     assert fixed_strides(turned, out, Tuning(fixed=True)) == (0, 0, 0)
+
+
+def test_the_self_test_runs_with_the_strides_that_are_compiled_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the launch would compile, and so test, another kernel than the one to be used."""
+    recipe, tuning, strides = PRESETS["te_fp32"], Tuning(fixed=True), (2048, 1024, 512)
+
+    def launch(x: torch.Tensor, out: QuantizedPair, *_: object) -> None:
+        assert fixed_strides(x, out, tuning) == strides
+        quantize_reference(x, out, recipe)
+
+    monkeypatch.setattr(selftest, "launch", launch)
+    variant = Variant(torch.float32, recipe.operators, True, True, False, True, tuning, strides)
+    x = selftest.awkward_matrix(512, 384, torch.float32)
+    got, want = selftest._run(x, recipe, variant, None), QuantizedPair.empty(x.shape, "cpu", sums=True)
+    quantize_reference(x, want, recipe)
+    for name, tensor in got.present().items():
+        assert torch.equal(tensor.contiguous().view(torch.uint8), want.present()[name].view(torch.uint8)), name

@@ -53,11 +53,9 @@ CANDIDATES: dict[str, tuple[Tuning, ...]] = {
         Tuning(fixed=True),
         Tuning(fixed=True, apart=True),
         Tuning(fixed=True, turned_cache=""),
-        Tuning(fixed=True, store_cache=""),
-        Tuning(fixed=True, load_cache=".cg"),
+        Tuning(fixed=True, apart=True, load_cache=".cg"),
         Tuning(80, load_evict="evict_first", apart=True),
         Tuning(80, load_evict="evict_first", fixed=True, apart=True),
-        Tuning(80, fixed=True, apart=True),
     ),
 }
 """Sets of candidates; the first set is about caches, the second about fewer instructions and their order."""
