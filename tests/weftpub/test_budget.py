@@ -19,7 +19,8 @@ from weftpub.masters import MasterSet
 from weftpub.staging import SlotPool
 from weftpub.store import ExpertStore
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "adapters" / "sglang_descriptions.json"
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests/golden/adapters/sglang_descriptions.json"
 
 TINY = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -47,8 +48,12 @@ def request(model: str = "qwen3-30b-a3b", **changes: Any) -> Request:
 
 
 def tiny(**changes: Any) -> Request:
-    alone = {"trainer": Trainer(world=1, sequence_parallel=False), "engine": Engine(tensor=1)}
-    return request(shape=ModelShape.from_config(TINY), **{**alone, **changes})
+    alone = {
+        "shape": ModelShape.from_config(TINY),
+        "trainer": Trainer(world=1, sequence_parallel=False),
+        "engine": Engine(tensor=1),
+    }
+    return request(**{**alone, **changes})
 
 
 def rows(budget: Budget, phase: Any) -> dict[str, int]:
@@ -120,6 +125,34 @@ def test_engine_bytes_are_those_of_sglangs_modules(layout: str) -> None:
     padded = sum(n for name, n in real.items() if "embed_tokens" in name or "lm_head" in name)
     tied = not any(group.name == "head" for group in asked.shape.groups)
     assert vocabulary <= padded if not tied else vocabulary < padded
+
+
+MEASURED = json.loads(
+    (ROOT / "docs/results/2026-11-29-megatron-h200/layer-schedule-memory-checkpoint.json").read_text()
+)["memory"]
+
+
+@pytest.mark.parametrize("row", MEASURED["rows"], ids=lambda row: f"{row['optimizer']}-{row['variant']}")
+def test_trainer_bytes_are_those_measured_on_an_h200(row: dict[str, Any]) -> None:
+    # The layer of the results page: two layers, 32 experts, one rank; between two steps, everything loaded.
+    shape = ModelShape.from_config(
+        {
+            **TINY,
+            "hidden_size": 3072,
+            "moe_intermediate_size": 1024,
+            "num_experts": 32,
+            "num_experts_per_tok": 8,
+            "num_attention_heads": 24,
+            "num_key_value_heads": 12,
+            "head_dim": 128,
+            "vocab_size": 256,
+        }
+    )
+    rule = {"adam": "adamw", "muon": "muon"}[row["optimizer"]]
+    budget = make_budget(tiny(shape=shape, variant=row["variant"], rule=rule))
+    counted = sum(r.bytes for r in budget.phases["train"] if r.owner == "trainer" and r.kind == "exact")
+    assert shape.groups[0].count == MEASURED["expert_parameters"]
+    assert counted == pytest.approx(row["between_bytes"], rel=0.015)
 
 
 # Arithmetic that must hold.

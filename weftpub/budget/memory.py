@@ -52,9 +52,12 @@ def pool_bytes(request: Request) -> int:
 def slot_bytes(request: Request) -> int:
     """Bytes of all staging slots on one GPU: `SlotPool`, slots x tensors x elements x 4.
 
-    The pool serves both rules, so with Muon it has AdamW's three tensors for embeddings and vectors.
+    With Muon every matrix that it updates is whole in a slot, and the pool has AdamW's three tensors for embeddings and
+    vectors; with AdamW only experts are, and the rest is cut into rows.
     """
-    return request.limits.slots * 3 * request.shape.largest_matrix(request.trainer.tensor) * 4
+    shape = request.shape
+    whole = shape.largest_matrix(request.trainer.tensor) if request.rule == "muon" else shape.expert_matrix
+    return request.limits.slots * 3 * whole * 4
 
 
 def _fixed(request: Request, *, serving: bool) -> Iterator[Row]:

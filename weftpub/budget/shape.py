@@ -110,13 +110,18 @@ class ModelShape:
         """Rows of one full attention layer's fused projection, output gate included."""
         return (self.heads * (2 if self.gated_attention else 1) + 2 * self.kv_heads) * self.head_dim
 
+    @property
+    def expert_matrix(self) -> int:
+        """Elements of the larger of an expert's two matrices, fc1."""
+        return 2 * self.intermediate * self.hidden
+
     def largest_matrix(self, tensor: int) -> int:
         """Elements of the largest matrix that must be whole in a staging slot: an expert's fc1, or what Muon updates of
         attention on one tensor parallel rank."""
         rows = [self.qkv_rows, self.heads * self.head_dim]
         if self.linear:
             rows += [2 * self.linear.key_dim + 2 * self.linear.value_dim + 2 * self.linear.value_heads]
-        return max(2 * self.intermediate * self.hidden, max(rows) * self.hidden // tensor)
+        return max(self.expert_matrix, max(rows) * self.hidden // tensor)
 
     def kv_bytes_per_token(self, attention_tensor: int) -> int:
         """KV cache of one token on one GPU, BF16, over all full attention layers."""
