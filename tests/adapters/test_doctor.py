@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from weftpub import cli
 from weftpub_adapters.doctor import Facts, Finding, Gpu, Wanted, gather, judge, worst
@@ -254,3 +255,17 @@ def test_the_command_prints_and_judges(tmp_path: Path, capsys: pytest.CaptureFix
     out = capsys.readouterr().out
     assert "fail gpus" in out
     assert "doctor: a run would fail" in out
+
+
+@pytest.mark.gpu
+def test_a_gpu_machine_is_seen_as_it_is(tmp_path: Path) -> None:
+    facts = gather(tmp_path, {})
+    assert len(facts.gpus) == torch.cuda.device_count()
+    assert {gpu.capability for gpu in facts.gpus} == {torch.cuda.get_device_capability(0)}
+    assert all(0 <= gpu.used < gpu.total for gpu in facts.gpus)
+    # torch names GPUs as nvidia-smi does, where there is one.
+    shown = {row.uuid.removeprefix("GPU-") for row in facts.smi}
+    assert not shown or {gpu.uuid.removeprefix("GPU-") for gpu in facts.gpus} <= shown
+    assert facts.ipc is None
+    findings = {finding.name: finding for finding in judge(facts, Wanted(need_gpu=True))}
+    assert findings["gpus"].level == findings["cuda"].level == "ok"
