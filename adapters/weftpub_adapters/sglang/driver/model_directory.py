@@ -30,7 +30,8 @@ def engine_config(hf_config: Mapping[str, Any], format: Format = "fp8") -> dict[
     """
     if format not in ("fp8", "bf16"):
         raise ConfigError(f"format: expected 'fp8' or 'bf16', found {format!r}")
-    plain = {key: value for key, value in hf_config.items() if key != "quantization_config"}
+    plain = {key: value for key, value in hf_config.items() if key not in ("quantization_config", "dtype")}
+    plain["torch_dtype"] = "bfloat16"  # without it SGLang would choose float16
     if format == "bf16":
         return plain
     from weftpub_adapters.sglang.quantized import quantization_config

@@ -11,6 +11,7 @@ requests wait. Without a receiver every hook passes through.
 """
 
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -24,15 +25,21 @@ __all__ = ["register"]
 
 logger = logging.getLogger(__name__)
 
+_SCHEDULER = "sglang.srt.managers.scheduler"
+
 
 def register() -> None:
     """Entry point: SGLang calls it in every process of an engine, before anything else is built.
+
+    A process that has not loaded the scheduler's module runs no scheduler, and is spared the import.
 
     Raises:
         ConfigError: this SGLang is not supported. SGLang logs it and goes on without the plugin, which a driver notices
             when it starts receivers.
     """
     require_supported()
+    if _SCHEDULER not in sys.modules:
+        return
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

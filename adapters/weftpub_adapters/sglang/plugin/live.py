@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from weftpub.errors import StateError, TornError
+from weftpub.plan.types import digest_of
 from weftpub.receive import EngineDescription
 from weftpub_adapters.sglang.derived import post_process_weights
 from weftpub_adapters.sglang.describe import describe_live, live_tensors, plain_config
@@ -88,6 +89,7 @@ class LiveEngine:
             "faults": faults_of(self._scheduler, self.device),
             "pid": os.getpid(),
             "planner_loaded": "awex" in sys.modules,
+            "addresses": digest_of({name: p.data_ptr() for name, p in self._model.named_parameters()}),
             "memory_saver": bool(self._scheduler.memory_saver_adapter.enabled),
         }
         return found.model_copy(update={"settings": {**found.settings, "plugin": plugin}})

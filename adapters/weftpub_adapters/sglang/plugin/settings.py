@@ -41,7 +41,7 @@ class ReceiverSettings(BaseModel):
     first_rank: int = Field(default=0, ge=0)
     version: int | None = Field(default=None, ge=0)
     silence: float = Field(default=180.0, gt=0)
-    pause: float = Field(default=30.0, gt=0)
+    pause: float = Field(default=10.0, gt=0)
 
     @classmethod
     def checked(cls, **fields: object) -> "ReceiverSettings":

@@ -1,0 +1,278 @@
+"""A whole SGLang engine on the CPU, TP 2 and EP 2: its real schedulers, weight updater, tokenizer manager and
+processes, with the plugin in every worker. Only the forward pass is replaced (see `cpu_engine`): a token is the one
+before plus the version of the weights, so every answer shows which weights made each of its tokens.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import fp8_tensors
+from cpu_engine import ENGINE, environment, install_plugins
+from layouts import LAYOUTS
+
+from weftpub.channel import Deadlines
+from weftpub.errors import ChannelError, ChecksumError, StateError, TornError
+from weftpub.plan import Plan
+from weftpub.publisher import Publisher
+from weftpub.version import EngineState
+from weftpub_adapters.sglang.driver import ColocatedEngine, Completion, DriverDeadlines, LocalEngine
+from weftpub_adapters.sglang.driver.model_directory import write_engine_directory
+
+pytestmark = pytest.mark.isolated("sglang")
+
+LAYOUT = "tp2-ep2"
+CONFIG = LAYOUTS[LAYOUT].config
+RUN = "plugin-test"
+DEADLINES = DriverDeadlines(start=60, drain=60, flush=20, memory=20, release=60, resume=60, control=60, shutdown=30)
+
+
+@dataclass
+class World:
+    """A running engine, its publisher, and requests in flight."""
+
+    engine: LocalEngine
+    publisher: Publisher
+    step: ColocatedEngine
+    folder: Path
+    pool: ThreadPoolExecutor
+    pids: list[int] = field(default_factory=list)
+
+    def ask(self, count: int, tokens: int) -> list[Future[list[Completion]]]:
+        """Requests whose prompts end in 1, 2, ..., each from a thread of its own."""
+        sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        return [self.pool.submit(self.engine.generate, [[9, first + 1]], sampling) for first in range(count)]
+
+    def publish(self, version: int, mode: Any = "retract", **arguments: Any) -> None:
+        """A whole step."""
+        self.step.drain(mode)
+        self.step.release()
+        self.step.publish(version, sources(version), **arguments)
+        self.step.resume()
+        self.step.continue_()
+
+
+def sources(version: int) -> dict[str, torch.Tensor]:
+    """The trainer's tensors of a version, which the final norm's first element names."""
+    tensors = fp8_tensors(CONFIG, seed=version)
+    tensors["model.norm.weight"][0] = version
+    return tensors
+
+
+def answers(asked: list[Future[list[Completion]]]) -> list[Completion]:
+    return [one for future in asked for one in future.result(120)]
+
+
+def check_tokens(answer: Completion, first: int) -> None:
+    """Every token was made by the version that the answer's spans name."""
+    token = first
+    for span in answer.versions:
+        for position in range(span.start, span.end):
+            token = (token + int(span.version)) % CONFIG["vocab_size"]
+            assert answer.tokens[position] == token, f"{answer.versions}, token {position}: {answer.tokens}"
+    assert answer.versions[0].start == 0
+    assert answer.versions[-1].end == len(answer.tokens)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("engine")
+    install_plugins(folder / "site")
+    (folder / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    model = write_engine_directory(folder / "model", folder / "config.json")
+    before = dict(os.environ)
+    os.environ.update(environment(2))
+    try:
+        engine = LocalEngine.start(model_path=str(model), tp_size=2, ep_size=2, deadlines=DEADLINES, **ENGINE)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    try:
+        peers = engine.start_receivers(RUN, folder / "s")
+        waits = Deadlines.all(60.0)
+        with Publisher(RUN, None, peers, commit_path=folder / "commit.json", deadlines=waits) as publisher:
+            publisher.set_plan(planned(publisher))
+            step = ColocatedEngine(engine, publisher, deadlines=DEADLINES)
+            with ThreadPoolExecutor(16) as pool:
+                yield World(engine, publisher, step, folder, pool)
+    finally:
+        engine.shutdown()
+
+
+def planned(publisher: Publisher) -> Plan:
+    """A plan as a trainer makes it, in a process that holds AWEX, from what the live workers say."""
+    described = [one.model_dump(mode="json") for one in publisher.describe()]
+    for one in described:
+        one["settings"]["hf_config"] = CONFIG  # the trainer's own
+    worker = Path(__file__).with_name("plan_worker.py")
+    made = subprocess.run(
+        [sys.executable, str(worker)],
+        input=json.dumps({LAYOUT: described}),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert made.returncode == 0, made.stderr[-3000:]
+    return Plan.from_json(json.loads(made.stdout)[LAYOUT])
+
+
+def test_every_worker_listens_and_serves_nothing_before_the_first_version(world: World) -> None:
+    """The engine was started with random weights; AWEX is in none of its workers."""
+    described = world.publisher.describe()
+    plugins: list[Any] = [one.settings["plugin"] for one in described]
+    world.pids += [plugin["pid"] for plugin in plugins]
+    assert [one.rank for one in described] == [0, 1]
+    assert all(plugin["faults"] == [] and plugin["planner_loaded"] is False for plugin in plugins)
+    assert len({*world.pids, os.getpid()}) == 3
+    assert {report.state for report in world.publisher.status().values()} == {EngineState.TORN}
+    with pytest.raises(StateError, match="call drain first"):
+        world.step.continue_()
+    waiting = world.ask(1, 4)
+    time.sleep(1.0)
+    assert not waiting[0].done()
+    world.step.drain()
+    with pytest.raises(TornError, match="no version was published"):
+        world.step.continue_()
+    world.engine.continue_()  # a driver that does not ask, and SGLang's own verb
+    time.sleep(1.0)
+    assert not waiting[0].done()
+    world.publish(1, verify_sha256=True)
+    (answer,) = answers(waiting)
+    assert (answer.tokens, answer.finish, answer.attempts) == ((2, 3, 4, 5), "length", 1)
+    assert world.engine.weight_version() == "1"
+    assert {span.version for span in answer.versions} == {"1"}
+
+
+@pytest.mark.parametrize("mode", ["retract", "drain", "restart", "abort"])
+def test_requests_in_flight_are_treated_as_the_mode_promises(world: World, mode: str) -> None:
+    """A peer's version update aborted every request in flight."""
+    old = int(world.engine.weight_version())
+    asked = world.ask(4, 40)
+    until = time.monotonic() + 30
+    while world.engine.in_flight < 4 and time.monotonic() < until:
+        time.sleep(0.01)
+    time.sleep(0.3)  # some tokens
+    world.publish(old + 1, mode)
+    found = answers(asked)
+    assert len(found) == 4
+    for first, answer in enumerate(found):
+        check_tokens(answer, first + 1)
+    spans = [[span.version for span in answer.versions] for answer in found]
+    lengths = {len(answer.tokens) for answer in found}
+    if mode == "retract":
+        assert spans == [[str(old), str(old + 1)]] * 4
+    if mode == "drain":
+        assert spans == [[str(old)]] * 4
+    if mode == "restart":
+        assert spans == [[str(old + 1)]] * 4
+        assert {answer.attempts for answer in found} == {2}
+    if mode == "abort":
+        assert {answer.finish for answer in found} == {"abort"}
+        assert max(lengths) < 40
+    else:
+        assert lengths == {40}
+        assert {answer.finish for answer in found} == {"length"}
+    assert world.engine.weight_version() == str(old + 1)
+
+
+def test_changed_bytes_fence_the_engine_until_a_complete_publish(world: World) -> None:
+    """A byte differs from what the trainer's checksum says: nothing of the version is served, nothing is lost."""
+    old = int(world.engine.weight_version())
+    asked = world.ask(2, 60)
+    time.sleep(0.3)
+    world.step.drain("retract")
+    world.step.release()
+    with pytest.raises(ChecksumError, match=r"model\.norm\.weight"):
+        world.step.publish(old + 1, sources(old + 1), {"model.norm.weight": 1})
+    world.step.resume()
+    assert world.engine.weight_version() == str(old)
+    reports = world.publisher.status().values()
+    assert {(report.state, report.lost, report.intact) for report in reports} == {(EngineState.TORN, old, False)}
+    assert all("could not be verified" in report.reason for report in reports)
+    with pytest.raises(TornError, match=f"version {old} is lost"):
+        world.step.continue_()
+    world.engine.continue_()
+    time.sleep(0.5)
+    assert not any(future.done() for future in asked)
+    world.publish(old + 2)
+    for first, answer in enumerate(answers(asked)):
+        check_tokens(answer, first + 1)
+        assert [span.version for span in answer.versions] == [str(old), str(old + 2)]
+
+
+def test_a_publish_to_an_engine_that_was_not_drained_is_refused_and_harmless(world: World) -> None:
+    """Ranks of one engine must stop at the same step; a receiver cannot stop its own."""
+    old = world.engine.weight_version()
+    asked = world.ask(1, 200)
+    time.sleep(0.2)
+    with pytest.raises(StateError, match="was not paused"):
+        world.publisher.publish(int(old) + 1, sources(int(old) + 1))
+    (answer,) = answers(asked)
+    check_tokens(answer, 1)
+    assert {report.state for report in world.publisher.status().values()} == {EngineState.SERVING}
+
+
+def test_weights_that_were_released_and_not_published_are_not_served(world: World) -> None:
+    """An offload left the weights undefined, and the engine went on with them."""
+    old = int(world.engine.weight_version())
+    world.step.drain()
+    world.engine.release(["weights"])  # behind the driver's back
+    world.engine.resume(["weights"])
+    with pytest.raises(TornError, match="offload took version"):
+        world.step.continue_()
+    world.step.publish(old + 1, sources(old + 1))
+    world.step.continue_()
+    assert answers(world.ask(1, 2))[0].tokens == ((old + 2) % 500, (2 * old + 3) % 500)
+
+
+def test_a_restarted_driver_finds_the_receivers_and_another_run_does_not_take_them(world: World) -> None:
+    states = {rank: (report.state, report.version) for rank, report in world.publisher.status().items()}
+    again = world.engine.start_receivers(RUN, world.folder / "s")
+    assert [peer.rank for peer in again] == [0, 1]
+    with Publisher(
+        RUN, world.publisher.plan, again, commit_path=world.folder / "commit.json", deadlines=Deadlines.all(30.0)
+    ) as restarted:
+        assert {rank: (r.state, r.version) for rank, r in restarted.status().items()} == states
+        with pytest.raises(StateError, match="stale"):
+            world.publisher.status()
+    with pytest.raises(ChannelError, match=f"tensor parallel rank 1: StateError: a receiver of run '{RUN}'"):
+        world.engine.start_receivers("another", world.folder / "other")
+
+
+def test_stopped_receivers_leave_the_engine_serving(world: World) -> None:
+    old = int(world.engine.weight_version())
+    world.engine.stop_receivers(RUN)
+    assert len(answers(world.ask(1, 3))[0].tokens) == 3
+    peers = world.engine.start_receivers("next", world.folder / "n", version=old)
+    with Publisher(
+        "next", world.publisher.plan, peers, commit_path=world.folder / "next.json", deadlines=Deadlines.all(60.0)
+    ) as publisher:
+        assert {(r.state, r.version) for r in publisher.status().values()} == {(EngineState.SERVING, old)}
+        step = ColocatedEngine(world.engine, publisher, deadlines=DEADLINES)
+        step.drain("drain")
+        step.publish(old + 1, sources(old + 1))
+        step.continue_()
+    assert answers(world.ask(1, 1))[0].versions[0].version == str(old + 1)
+
+
+def test_a_worker_that_dies_is_named_and_this_process_lives_on(world: World) -> None:
+    """SGLang ends the whole process tree of an engine's parent when a worker dies: here that is the trainer."""
+    threading.Timer(0.5, os.kill, (world.pids[1], 9)).start()
+    with pytest.raises(ChannelError, match=f"worker processes .*{world.pids[1]}.* have ended"):
+        ask_until(world.engine, time.monotonic() + 60)
+
+
+def ask_until(engine: LocalEngine, until: float) -> None:
+    while time.monotonic() < until:
+        engine.server_info()
+        time.sleep(0.1)

@@ -1,0 +1,800 @@
+"""The SGLang adapter on one GPU: a live engine is published to through release and resume, while requests are in
+flight, and while things go wrong. One repeatable run.
+
+    python tests/gpu/sglang_adapter.py --out OUT [--only cycles,inflight,faults,graphs] [--cycles 50]
+
+Writes OUT/sglang_adapter.json and exits with 1 if any check fails. Sections share one engine, but for the last:
+
+    cycles    drain, release, a training step of the attached Megatron trainer, publish, resume, generate; served bytes
+              are the trainer's (sha256), greedy tokens at the first, middle and last cycle are those of a second
+              engine that loads the export of that version, memory is flat, and free while it is released
+    inflight  16 requests during a publish, in every mode
+    faults    publishers killed before, during and after a transfer, a byte flipped on its way, a stale publisher, an
+              engine rank that raises, an engine worker killed; each ends in time, and the next publish works
+    graphs    cycles with CUDA graphs captured
+
+`--tiny` checks this script where there is no GPU: the engine is tests/adapters/cpu_engine.py's, the trainer random
+tensors, and what needs a GPU is left out.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weftpub.channel import Deadlines
+from weftpub.errors import TornError, WeftpubError
+from weftpub.plan import Plan, torch_dtype
+from weftpub.publisher import Publisher
+from weftpub_adapters.sglang.driver import ColocatedEngine, DriverDeadlines, LocalEngine, free_bytes
+
+HERE = Path(__file__).resolve().parent
+RUN = "sglang-adapter"
+GPU = torch.cuda.is_available()
+WAITS = Deadlines.all(30.0)
+DRIVER = DriverDeadlines(start=60, drain=120, flush=20, memory=20, release=30, resume=30, control=30, shutdown=30)
+PROMPTS = [[3, 5, 7, 11, 13], [2, 4, 8, 16], [100, 50, 25], [1]]
+MIB = 1 << 20
+
+
+class Report:
+    """Numbers and checks; a failed check is remembered and the run goes on."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.data: dict[str, Any] = {"checks": {}, "failed": [], "seconds": {}}
+
+    def check(self, name: str, passed: bool, detail: Any = None) -> None:
+        self.data["checks"][name] = {"passed": bool(passed), "detail": detail}
+        if not passed:
+            self.data["failed"].append(name)
+        print(f"  {'ok  ' if passed else 'FAIL'} {name}" + ("" if detail is None else f": {detail}"), flush=True)
+
+    def write(self) -> None:
+        self.path.write_text(json.dumps(self.data, indent=1), encoding="utf-8")
+
+
+# The trainer.
+
+
+class MegatronTrainer:
+    """A Megatron model with FP8 experts that are stepped by Muon, attached."""
+
+    def __init__(self, shape: Any) -> None:
+        sys.path.insert(0, str(HERE))
+        import megatron_adapter
+
+        from weftpub_adapters.megatron import initialize_parallel
+
+        initialize_parallel()
+        self._tools = megatron_adapter
+        self._shape = shape
+        self._trainer = megatron_adapter.build(shape, "muon", "fp8")
+        self._mapping: Any = None
+        self._steps = 0
+        self.hf_config = config_of(shape)
+
+    @property
+    def _model(self) -> Any:
+        return self._trainer.ddp.module.module
+
+    @property
+    def _store(self) -> Any:
+        return self._trainer.attachment.store
+
+    def step(self) -> None:
+        """One training step: the store holds the next generation."""
+        self._steps += 1
+        self._trainer.train(self._tools.random_batches(self._shape, 1, seed=self._steps))
+
+    def plan(self, descriptions: Any) -> Plan:
+        from weftpub_adapters.awex import plan_publish
+
+        return plan_publish(self._model, self._store, self.hf_config, descriptions)
+
+    @contextlib.contextmanager
+    def sources(self) -> Iterator[tuple[Any, Any]]:
+        """What is published, and the checksums that the quantizer made."""
+        from weftpub_adapters.awex import SourceMapping
+
+        if self._mapping is None:
+            self._mapping = SourceMapping(self._model, self._store, self.hf_config)
+        with self._trainer.attachment.reading("publish"):
+            yield self._mapping.buffers(), dict(self._store.checksums)
+
+    def sha256(self) -> dict[str, str]:
+        """Of every expert tensor that the trainer computes with."""
+        return self._store.sha256()
+
+    def export(self, directory: Path, version: int) -> None:
+        from weftpub.checkpoint import export_hf
+        from weftpub_adapters.awex import canonical_sources
+
+        held = {item.name for item in self._store.canonical()}
+        others = {n: t for n, t in canonical_sources(self._model, self._store, self.hf_config).items() if n not in held}
+        export_hf(directory, self._store, others, self.hf_config, version=version, overwrite=True)
+
+    def offload(self) -> None:
+        """Give the GPU's memory to the engine."""
+        if self._mapping is not None:
+            self._mapping.release()
+        self._trainer.attachment.offload()
+        torch.cuda.empty_cache()
+
+    def reload(self) -> None:
+        self._trainer.attachment.reload()
+
+
+class PlainTrainer:
+    """Random tensors in the place of a trainer, where there is no GPU."""
+
+    def __init__(self) -> None:
+        from layouts import BASE
+
+        self.hf_config: dict[str, Any] = {**BASE, "rms_norm_eps": 1e-5}
+        self._steps = 0
+
+    def step(self) -> None:
+        self._steps += 1
+
+    def plan(self, descriptions: Any) -> Plan:
+        data = [one.model_dump(mode="json") for one in descriptions]
+        for one in data:
+            one["settings"]["hf_config"] = self.hf_config
+        worker = HERE.parent / "adapters" / "plan_worker.py"
+        made = subprocess.run(
+            [sys.executable, str(worker)], input=json.dumps({"plan": data}), capture_output=True, text=True, check=True
+        )
+        return Plan.from_json(json.loads(made.stdout)["plan"])
+
+    @contextlib.contextmanager
+    def sources(self) -> Iterator[tuple[Any, Any]]:
+        yield self._tensors(), None
+
+    def sha256(self) -> dict[str, str]:
+        import hashlib
+
+        return {
+            name: hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+            for name, tensor in self._tensors().items()
+            if ".experts." in name
+        }
+
+    def offload(self) -> None: ...
+    def reload(self) -> None: ...
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        from checkpoints import fp8_tensors
+
+        tensors = fp8_tensors(self.hf_config, seed=self._steps)
+        tensors["model.norm.weight"][0] = 1 + self._steps % 50
+        return tensors
+
+
+def config_of(shape: Any) -> dict[str, Any]:
+    """config.json of the model that `megatron_adapter.make_model` builds."""
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "head_dim": shape.hidden // shape.heads,
+        "hidden_act": "silu",
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "max_position_embeddings": 2048,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": shape.intermediate,
+        "norm_topk_prob": True,
+        "num_attention_heads": shape.heads,
+        "num_experts": shape.experts,
+        "num_experts_per_tok": shape.top_k,
+        "num_hidden_layers": shape.layers,
+        "num_key_value_heads": shape.heads // 2,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_sliding_window": False,
+        "vocab_size": shape.vocab,
+    }
+
+
+# The engine.
+
+
+def engine_arguments(model: Path, *, graphs: bool) -> dict[str, Any]:
+    """Settings of an engine on this machine; the radix cache's library is built for another torch."""
+    if not GPU:
+        from cpu_engine import ENGINE
+
+        return {**ENGINE, "model_path": str(model), "max_running_requests": 16, "max_total_tokens": 2048}
+    graph = {"cuda_graph_max_bs_decode": 4, "disable_prefill_cuda_graph": True} if graphs else {"disable_cuda_graph": True}
+    return {
+        "attention_backend": "triton",
+        "context_length": 2048,
+        "disable_radix_cache": True,
+        "enable_memory_saver": True,
+        "fp8_gemm_runner_backend": "triton",
+        "grammar_backend": "none",
+        "load_format": "dummy",
+        "log_level": "error",
+        "max_running_requests": 16,
+        "max_total_tokens": 32768,
+        "mem_fraction_static": 0.3,
+        "model_path": str(model),
+        "moe_runner_backend": "triton",
+        "random_seed": 1,
+        "sampling_backend": "pytorch",
+        "skip_tokenizer_init": True,
+        **graph,
+    }
+
+
+def install_plugin(folder: Path) -> None:
+    """Entry points as an installed package would have them, and one that makes an engine rank raise on demand."""
+    if not GPU:
+        from cpu_engine import install_plugins
+
+        install_plugins(folder)
+    info = folder / "weftpub_gpu_script-0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: weftpub_gpu_script\nVersion: 0\n", encoding="utf-8")
+    (info / "entry_points.txt").write_text(
+        "[sglang.srt.plugins]\nweftpub = weftpub_adapters.sglang.plugin:register\n"
+        "weftpub_faults = engine_faults:register\n",
+        encoding="utf-8",
+    )
+    sys.path[:0] = [str(folder), str(HERE)]
+
+
+@dataclass
+class World:
+    """What the sections share."""
+
+    out: Path
+    report: Report
+    trainer: Any
+    model: Path
+    engine: LocalEngine | None = None
+    publisher: Publisher | None = None
+    step: ColocatedEngine | None = None
+    version: int = 0
+    starts: int = 0
+
+    def up(self, *, graphs: bool = False) -> None:
+        """An engine, its receivers, and a plan."""
+        self.down()
+        self.starts += 1
+        began = time.monotonic()
+        self.engine = LocalEngine.start(deadlines=DRIVER, **engine_arguments(self.model, graphs=graphs))
+        print(f"  engine up after {time.monotonic() - began:.1f} s", flush=True)
+        self.connect()
+
+    def connect(self) -> None:
+        """A publisher and a driver for the engine that is there."""
+        assert self.engine is not None
+        run = f"{RUN}-{self.starts}"
+        peers = self.engine.start_receivers(run, sockets(self.out, self.starts))
+        commit = self.out / "commit.json"
+        commit.unlink(missing_ok=True)
+        self.publisher = Publisher(run, None, peers, commit_path=commit, deadlines=WAITS)
+        plan = self.trainer.plan(self.publisher.describe())
+        self.publisher.set_plan(plan)
+        (self.out / "plan.json").write_text(plan.to_json(), encoding="utf-8")
+        (self.out / "peers.json").write_text(json.dumps([[p.rank, p.address, p.engine] for p in peers]))
+        self.step = ColocatedEngine(self.engine, self.publisher, deadlines=DRIVER)
+
+    def down(self) -> None:
+        """End the engine."""
+        if self.publisher is not None:
+            self.publisher.close()
+        if self.engine is not None:
+            self.engine.shutdown()
+        self.engine = self.publisher = self.step = None
+
+    @property
+    def run(self) -> str:
+        return f"{RUN}-{self.starts}"
+
+    def weight_bytes(self) -> int:
+        """Bytes of the engine's parameters."""
+        assert self.publisher is not None
+        described = self.publisher.describe()[0]
+        kept = described.settings["buffers"]
+        assert isinstance(kept, list)
+        return sum(
+            torch.Size(spec.shape).numel() * torch_dtype(spec.dtype).itemsize
+            for spec in described.parameters
+            if spec.name not in kept
+        )
+
+    def generate(self, tokens: int = 12) -> list[list[int]]:
+        """Greedy answers, one after the other: a batch of another size may choose other kernels."""
+        assert self.engine is not None
+        sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        return [list(self.engine.generate([prompt], sampling, seconds=240)[0].tokens) for prompt in PROMPTS]
+
+
+def sockets(out: Path, start: int) -> Path:
+    """A short path: a socket's has 107 bytes."""
+    return Path("/tmp") / f"wp-{os.getuid()}-{abs(hash(str(out))) % 10**6}-{start}"
+
+
+class Reference:
+    """A second engine on the same GPU, in a process of its own, that loads exports from disk by SGLang's own loader."""
+
+    def __init__(self, directory: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "reference_engine.py"), json.dumps(engine_arguments(directory, graphs=False))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def tokens(self, directory: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"load": str(directory), "prompts": prompts, "tokens": count}) + "\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)["tokens"]
+        raise RuntimeError(f"the reference engine ended with {self._process.wait(10)}")
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+
+# Sections.
+
+
+def free_gib() -> float | None:
+    if not GPU:
+        return None
+    found = free_bytes(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
+    return None if found is None else round(found / (1 << 30), 4)
+
+
+def section_cycles(world: World, count: int, *, name: str, compared: set[int]) -> None:
+    """`count` colocated steps; at the cycles in `compared` tokens are held against a second engine."""
+    report, trainer = world.report, world.trainer
+    rows: list[dict[str, Any]] = []
+    addresses: set[Any] = set()
+    reference: Reference | None = None
+    for cycle in range(1, count + 1):
+        step, publisher, engine = world.step, world.publisher, world.engine
+        assert step is not None
+        assert publisher is not None
+        assert engine is not None
+        row: dict[str, Any] = {"cycle": cycle, "serving": free_gib()}
+        step.drain("drain" if cycle % 2 else "retract")
+        step.release(["kv_cache"])
+        row["without_kv"] = free_gib()
+        step.release(["weights"])
+        row["released"] = free_gib()
+        trainer.reload()
+        trainer.step()
+        world.version += 1
+        row["trained"] = free_gib()
+        with trainer.sources() as (sources, checksums):
+            published = step.publish(world.version, sources, checksums, verify_sha256=True)
+            own = trainer.sha256()
+        row["publish_ms"] = {phase: round(ms, 2) for phase, ms in published.ms.items()}
+        if cycle in compared and hasattr(trainer, "export"):
+            trainer.export(world.out / f"export-{name}-{cycle}", world.version)
+        addresses.add(publisher.describe()[0].settings["plugin"]["addresses"])
+        trainer.offload()
+        step.resume()
+        step.continue_()
+        answers = world.generate()
+        row["allocated"] = torch.cuda.memory_allocated() if GPU else 0
+        row["ms"] = {phase: round(ms, 1) for phase, ms in step.ms.items()}
+        rows.append(row)
+        whole = {key: value for key, value in published.sha256.items() if key in own}
+        if len(whole) != len(own) or any(own[key] != value for key, value in whole.items()):
+            report.check(f"{name}/cycle {cycle}: served sha256 is the trainer's", False, f"{len(whole)} of {len(own)}")
+        if engine.weight_version() != str(world.version):
+            report.check(f"{name}/cycle {cycle}: answers report the version", False, engine.weight_version())
+        if cycle in compared and GPU:
+            export = world.out / f"export-{name}-{cycle}"
+            reference = reference or Reference(export)
+            expected = reference.tokens(export, PROMPTS, 12)
+            detail = None if expected == answers else {"engine": answers, "reference": expected}
+            report.check(
+                f"{name}/cycle {cycle}: greedy tokens are those of an engine that loads the export",
+                expected == answers,
+                detail,
+            )
+        if cycle in (1, 2, count) or cycle % 10 == 0:
+            print(f"  {row}", flush=True)
+    if reference is not None:
+        reference.close()
+    report.data[name] = rows
+    report.check(f"{name}: {count} cycles, sha256 of {len(own)} expert tensors each", len(rows) == count)
+    report.check(f"{name}: the weights' addresses stay through release and resume", len(addresses) == 1)
+    if GPU:
+        settled = [row for row in rows if row["cycle"] > min(5, count // 2)]
+        for place in ("serving", "released", "allocated"):
+            values = [row[place] for row in settled[:-1] or settled]
+            spread = max(values) - min(values)
+            limit = 64 * MIB if place == "allocated" else 0.0625
+            report.check(f"{name}: memory while {place} is flat", spread <= limit, [min(values), max(values)])
+        freed = min(row["released"] - row["without_kv"] for row in settled)
+        weights = world.weight_bytes() / (1 << 30)
+        report.check(
+            f"{name}: the weights' memory is really free while released",
+            freed >= 0.95 * weights - 0.004,
+            f"{freed:.3f} GiB freed, parameters are {weights:.3f} GiB",
+        )
+
+
+def section_inflight(world: World) -> None:
+    """16 requests during a publish, in every mode."""
+    for mode in ("drain", "retract", "restart", "abort"):
+        step, engine, trainer = world.step, world.engine, world.trainer
+        assert step is not None
+        assert engine is not None
+        old, length = world.version, 256 if GPU else 40
+        sampling = {"max_new_tokens": length, "temperature": 0, "ignore_eos": True}
+        with ThreadPoolExecutor(16) as pool:
+            asked = [pool.submit(engine.generate, [[5, 6, first + 1]], sampling, seconds=240) for first in range(16)]
+            until = time.monotonic() + 20
+            while engine.in_flight < 16 and time.monotonic() < until:
+                time.sleep(0.005)
+            time.sleep(0.3)
+            began = time.monotonic()
+            step.drain(mode)  # type: ignore[arg-type]
+            step.release()
+            trainer.reload()
+            trainer.step()
+            world.version += 1
+            with trainer.sources() as (sources, checksums):
+                step.publish(world.version, sources, checksums)
+            trainer.offload()
+            step.resume()
+            step.continue_()
+            took = time.monotonic() - began
+            found = [future.result(240)[0] for future in asked]
+        spans = [tuple((s.version, s.start, s.end) for s in answer.versions) for answer in found]
+        whole = all(
+            s[0][1] == 0 and s[-1][2] == len(a.tokens) and all(p[2] == q[1] for p, q in itertools.pairwise(s))
+            for s, a in zip(spans, found, strict=True)
+        )
+        names = {tuple(version for version, _, _ in s) for s in spans}
+        new = str(world.version)
+        fits = {
+            "drain": names == {(str(old),)},
+            "retract": names <= {(str(old), new), (str(old),)} and (str(old), new) in names,
+            "restart": names <= {(new,), (str(old),)} and (new,) in names,
+            "abort": {a.finish for a in found} <= {"abort", "length"} and "abort" in {a.finish for a in found},
+        }[mode]
+        complete = mode == "abort" or all(len(a.tokens) == length and a.finish == "length" for a in found)
+        detail = {
+            "step_s": round(took, 2),
+            "versions": sorted(map(list, names)),
+            "tokens": sorted({len(a.tokens) for a in found}),
+            "attempts": sorted({a.attempts for a in found}),
+        }
+        world.report.check(
+            f"inflight/{mode}: 16 requests, none lost, versions as promised",
+            len(found) == 16 and whole and fits and complete,
+            detail,
+        )
+        world.report.data.setdefault("inflight", {})[mode] = {**detail, "spans": [list(map(list, s)) for s in spans]}
+
+
+def publisher_child(world: World, fault: str, version: int, seconds: float) -> tuple[int, dict[str, Any], float]:
+    """Publish from another process: exit status, its account, seconds."""
+    began = time.monotonic()
+    account = world.out / f"child-{fault}.json"
+    account.unlink(missing_ok=True)
+    log = (world.out / f"child-{fault}.log").open("w")
+    child = subprocess.Popen(
+        [
+            sys.executable,
+            str(HERE / "fault_publisher.py"),
+            "--out",
+            str(world.out),
+            "--run",
+            world.run,
+            "--fault",
+            fault,
+            "--version",
+            str(version),
+            "--account",
+            str(account),
+        ],
+        stdout=log,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        status = child.wait(seconds)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        status = child.wait()
+    log.close()
+    said = json.loads(account.read_text()) if account.is_file() else {}
+    return status, said, time.monotonic() - began
+
+
+# What each fault must end in: exit status of the publisher, state of the engine, and words of its error.
+FAULTS: dict[str, tuple[int, str, str]] = {
+    "killed-before": (-signal.SIGKILL, "paused", ""),
+    "killed-during": (-signal.SIGKILL, "torn", ""),
+    "killed-after": (-signal.SIGKILL, "verified", ""),
+    "killed-committed": (-signal.SIGKILL, "verified", ""),
+    "flipped-byte": (1, "torn", "ChecksumError"),
+    "stale": (1, "", "StateError"),
+    "engine-raises": (1, "torn", "asked to raise"),
+}
+
+
+def section_faults(world: World) -> None:
+    """Each fault, from a publisher in a process of its own."""
+    rows: dict[str, Any] = {}
+    for fault, (status, state, words) in FAULTS.items():
+        rows[fault] = run_fault(world, fault, status, state, words)
+    rows["worker-killed"] = run_worker_killed(world)
+    world.report.data["faults"] = rows
+
+
+def run_fault(world: World, fault: str, status: int, state: str, words: str) -> dict[str, Any]:
+    engine = world.engine
+    assert engine is not None
+    raising = world.out / "raise-in-engine"
+    engine.pause("retract")
+    flushed = engine.flush()
+    if fault == "engine-raises":
+        raising.touch()
+    found, said, took = publisher_child(world, fault, world.version + 1, 90.0)
+    raising.unlink(missing_ok=True)
+    held, before, _ = standing(world, wait_for=state)
+    refused = ""
+    if state == "torn":
+        engine.continue_()  # the worker itself must not go on
+        refused = "answered" if answered(world) else "held"
+        engine.pause("retract")
+    recovered = world.version + 2
+    good, next_said, next_took = publisher_child(world, "none", recovered, 90.0)
+    after, _, version = standing(world)
+    world.version = recovered
+    engine.set_weight_version(str(recovered))
+    engine.continue_()
+    works = answered(world)
+    row = {
+        "exit": found,
+        "said": said,
+        "seconds": round(took, 2),
+        "state": held,
+        "standing": before,
+        "refused": refused,
+        "next": {"exit": good, "seconds": round(next_took, 2), "state": after, "version": version, "said": next_said},
+    }
+    passed = (
+        flushed
+        and found == status
+        and (not state or held == state)
+        and words in json.dumps(said)
+        and refused != "answered"
+        and good == 0
+        and (after, version) == ("serving", recovered)
+        and works
+    )
+    world.report.check(f"faults/{fault}: ends in time as it should, and the next publish works", passed, row)
+    return row
+
+
+def run_worker_killed(world: World) -> dict[str, Any]:
+    """The engine's worker dies in the middle of a transfer; a new engine joins and waits for a whole version."""
+    engine, step = world.engine, world.step
+    assert engine is not None
+    assert step is not None
+    engine.pause("retract")
+    pid = world_pid(world)
+    began = time.monotonic()
+    marker = world.out / "chunk-sent"
+    marker.unlink(missing_ok=True)
+
+    def kill() -> None:
+        until = time.monotonic() + 60
+        while not marker.exists() and time.monotonic() < until:
+            time.sleep(0.002)
+        os.kill(pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill, daemon=True)
+    killer.start()
+    status, said, took = publisher_child(world, "slow", world.version + 1, 90.0)
+    killer.join(5)
+    try:
+        engine.server_info()
+        driver = "nothing was noticed"
+    except WeftpubError as error:
+        driver = str(error)
+    world.up()
+    starts = world.publisher
+    assert starts is not None
+    fresh = {str(report.state) for report in starts.status().values()}
+    step = world.step
+    assert step is not None
+    step.drain()
+    try:
+        step.continue_()
+        out = "served without a version"
+    except TornError as error:
+        out = str(error)
+    world.version += 2
+    world.trainer.reload()
+    world.trainer.step()
+    with world.trainer.sources() as (sources, checksums):
+        step.publish(world.version, sources, checksums)
+    world.trainer.offload()
+    step.continue_()
+    works = answered(world)
+    row = {
+        "exit": status,
+        "said": said,
+        "seconds": round(took, 2),
+        "driver": driver,
+        "fresh": sorted(fresh),
+        "out": out,
+        "all_s": round(time.monotonic() - began, 1),
+    }
+    passed = (
+        status == 1
+        and "process ended" in json.dumps(said)
+        and "have ended" in driver
+        and fresh == {"torn"}
+        and "no version" in out
+        and works
+    )
+    world.report.check(
+        "faults/worker-killed: named in time; a new engine stays out until it has a version", passed, row
+    )
+    return row
+
+
+def world_pid(world: World) -> int:
+    """The worker's process."""
+    with fresh_publisher(world) as asking:
+        return int(asking.describe()[0].settings["plugin"]["pid"])  # type: ignore[index,call-overload,arg-type]
+
+
+def fresh_publisher(world: World) -> Publisher:
+    """One that starts now, and so takes over."""
+    from weftpub.publisher import Peer
+
+    peers = [Peer(*entry) for entry in json.loads((world.out / "peers.json").read_text())]
+    return Publisher(world.run, None, peers, commit_path=world.out / "commit.json", deadlines=WAITS)
+
+
+def standing(world: World, wait_for: str = "") -> tuple[str, str, int | None]:
+    """State, reason and version of the engine's rank; a new publisher ends what an old one left."""
+    with fresh_publisher(world) as asking:
+        report = asking.status()[0]
+        until = time.monotonic() + 10
+        while wait_for and str(report.state) != wait_for and time.monotonic() < until:
+            time.sleep(0.2)
+            report = asking.status()[0]
+    return str(report.state), report.reason, report.version
+
+
+def answered(world: World) -> bool:
+    """Whether a request is answered within a while."""
+    engine = world.engine
+    assert engine is not None
+    try:
+        engine.generate([[1, 2, 3]], {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}, seconds=4.0)
+    except TimeoutError:
+        return False
+    return True
+
+
+def section_graphs(world: World, count: int) -> None:
+    """Cycles with CUDA graphs captured: addresses must hold."""
+    world.up(graphs=True)
+    section_cycles(world, count, name="graphs", compared={count})
+
+
+def environment() -> dict[str, Any]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in ("sglang", "megatron-core", "transformer-engine", "awex", "torch-memory-saver", "triton"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    if GPU:
+        found["gpu"] = torch.cuda.get_device_name()
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", default="cycles,inflight,faults,graphs")
+    parser.add_argument("--cycles", type=int, default=50)
+    parser.add_argument("--graph-cycles", type=int, default=10)
+    parser.add_argument("--tiny", action="store_true", help="small sizes, and no trainer where there is no GPU")
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    out = given.out.resolve()
+    sys.path.insert(0, str(HERE.parent / "adapters"))
+    if not GPU:
+        from cpu_engine import environment as cpu_environment
+
+        os.environ.update(cpu_environment(1))
+    os.environ.setdefault("SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK", "1")
+    os.environ.setdefault("SGLANG_ENABLE_JIT_DEEPGEMM", "0")
+    os.environ["WEFTPUB_TEST_RAISE"] = str(out / "raise-in-engine")
+    install_plugin(out / "site")
+    report = Report(out / "sglang_adapter.json")
+    report.data["environment"] = environment()
+    if GPU:
+        sys.path.insert(0, str(HERE))
+        from megatron_adapter import Shape
+
+        sizes = (512, 256, 8, 2, 2, 8, 2, 64) if given.tiny else (1024, 512, 32, 4, 4, 8, 4, 128)
+        trainer: Any = MegatronTrainer(Shape(*sizes, recompute=False, vocab=1024))
+    else:
+        trainer = PlainTrainer()
+    (out / "config.json").write_text(json.dumps(trainer.hf_config), encoding="utf-8")
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "weftpub_adapters.sglang.driver.model_directory",
+            str(out / "config.json"),
+            str(out / "model"),
+            "--overwrite",
+        ],
+        check=True,
+    )
+    if GPU:
+        trainer.offload()
+    world = World(out, report, trainer, out / "model")
+    middle = {1, max(1, given.cycles // 2), given.cycles}
+    sections: dict[str, Callable[[], None]] = {
+        "cycles": lambda: section_cycles(world, given.cycles, name="cycles", compared=middle),
+        "inflight": lambda: section_inflight(world),
+        "faults": lambda: section_faults(world),
+        "graphs": lambda: section_graphs(world, given.graph_cycles),
+    }
+    try:
+        for name in given.only.split(","):
+            began = time.monotonic()
+            print(f"== {name}", flush=True)
+            if world.engine is None and name != "graphs":
+                world.up()
+            if name in ("inflight", "faults") and world.version == 0:
+                section_cycles(world, 1, name=f"{name}-first", compared=set())
+            sections[name]()
+            report.data["seconds"][name] = round(time.monotonic() - began, 1)
+            report.write()
+    finally:
+        world.down()
+        report.write()
+    print(json.dumps({"failed": report.data["failed"], "seconds": report.data["seconds"]}))
+    return 1 if report.data["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
