@@ -67,8 +67,10 @@ class _Commands:
         self.memory: Any = None
         self.store: Any = None
 
-    def join(self, folder: str, name: str, create: bool = True, protected: bool = False) -> tuple[str, bool]:
-        self.memory = SharedAllocation.join(folder, name, "cpu", CATALOGUE, create=create, protected=protected)
+    def join(
+        self, folder: str, name: str, create: bool = True, protected: bool = False, device: str = "cpu"
+    ) -> tuple[str, bool]:
+        self.memory = SharedAllocation.join(folder, name, device, CATALOGUE, create=create, protected=protected)
         return self.memory.id, self.memory.created
 
     def leave(self) -> None:
@@ -83,7 +85,7 @@ class _Commands:
 
     def make_store(self) -> None:
         if self.store is None:
-            self.store = make_store(allocator=SharedAllocator(self.memory))
+            self.store = make_store(allocator=SharedAllocator(self.memory), device=self.memory.device)
 
     def write_half(self, generation: int, seed: int) -> None:
         """Begin a generation and write one matrix of it."""
@@ -104,6 +106,8 @@ class _Commands:
 
     def write(self, name: str, start: int, value: int) -> None:
         self.memory.tensor(name).view(torch.uint8).reshape(-1)[start] = value
+        if self.memory.device.type == "cuda":
+            torch.cuda.synchronize()
 
     def protect(self, access: int) -> None:
         self.memory._pages.protect(Access(access))
