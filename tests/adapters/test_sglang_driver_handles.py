@@ -1,0 +1,269 @@
+"""How calls and requests reach an engine: over HTTP against a server that answers as SGLang's does, and the desk that
+holds, restarts and gives up requests.
+"""
+
+import asyncio
+import json
+import os
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weftpub.errors import ChannelError, ConfigError, DeadlineError, StateError
+from weftpub_adapters.sglang.driver import DriverDeadlines, EngineHandle, HttpEngine
+from weftpub_adapters.sglang.driver.loop import LoopThread
+from weftpub_adapters.sglang.driver.model_directory import write_engine_directory
+from weftpub_adapters.sglang.driver.requests import Ask, RequestDesk
+from weftpub_adapters.sglang.plugin import ReceiverSettings
+
+SOON = DriverDeadlines(*(2.0,) * 8)
+LENGTH = {"type": "length", "length": 2}
+
+
+class Server:
+    """SGLang's endpoints, as far as a handle uses them."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self.version = "default"
+        self.flushes = True
+        self.status = 200
+        self.started: tuple[int, Any] = (400, {"success": False, "message": "no such backend: weftpub"})
+        self.headers: list[str | None] = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                outer._answer(self, None)
+
+            def do_POST(self) -> None:
+                data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                outer._answer(self, json.loads(data) if data else None)
+
+            def log_message(self, *_: Any) -> None: ...
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _answer(self, handler: Any, body: Any) -> None:
+        path = handler.path.lstrip("/")
+        self.calls.append((path, body))
+        self.headers.append(handler.headers.get("Authorization"))
+        status, content = self._respond(path, body)
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        handler.send_response(status)
+        handler.send_header("Content-Type", "text/plain" if isinstance(content, bytes) else "application/json")
+        handler.send_header("Content-Length", str(len(data)))
+        handler.end_headers()
+        handler.wfile.write(data)
+
+    def _respond(self, path: str, body: Any) -> tuple[int, Any]:
+        if path == "generate":
+            meta = {"finish_reason": LENGTH, "weight_version": self.version}
+            if body["return_logprob"]:
+                meta["output_token_logprobs"] = [[-0.25, 7, None], [-0.5, 8, None]]
+                start = body.get("logprob_start_len", -1)
+                meta["input_token_logprobs"] = [
+                    [None, 1, None],
+                    *([-1.0, 2, None] for _ in body["input_ids"][start + 1 :]),
+                ]
+            return 200, {"output_ids": [7, 8], "text": "", "meta_info": meta}
+        if path.startswith("flush_cache"):
+            return (200, b"Cache flushed.") if self.flushes else (400, b"Timed out waiting for idle state.")
+        if path == "model_info":
+            return 200, {"weight_version": self.version}
+        if path == "server_info":
+            return 200, {"version": "0.5.22", "enable_memory_saver": True}
+        if path == "init_weights_update_group":
+            return self.started
+        if path == "update_weight_version":
+            self.version = body["new_version"]
+        return self.status, {"message": "ok"} if self.status == 200 else {"error": {"message": "not idle"}}
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    found = Server()
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def engine(server: Server) -> Iterator[HttpEngine]:
+    found = HttpEngine(server.url, "key", deadlines=SOON)
+    yield found
+    found.shutdown()
+
+
+def test_calls_travel_as_sglang_names_them_and_no_request_is_aborted(server: Server, engine: HttpEngine) -> None:
+    """SGLang's own version update over HTTP aborts every request in flight unless it is told not to."""
+    assert isinstance(engine, EngineHandle)
+    engine.pause("retract")
+    assert engine.flush()
+    engine.release(["kv_cache"])
+    engine.resume(["kv_cache"])
+    engine.set_weight_version("9")
+    assert engine.weight_version() == "9"
+    engine.continue_()
+    assert server.calls == [
+        ("pause_generation", {"mode": "retract"}),
+        ("flush_cache?timeout=0", None),
+        ("release_memory_occupation", {"tags": ["kv_cache"]}),
+        ("resume_memory_occupation", {"tags": ["kv_cache"]}),
+        ("update_weight_version", {"new_version": "9", "abort_all_requests": False}),
+        ("model_info", None),
+        ("continue_generation", {"torch_empty_cache": False}),
+    ]
+    assert set(server.headers) == {"Bearer key"}
+
+
+def test_answers_scores_and_refusals(server: Server, engine: HttpEngine) -> None:
+    (answer,) = engine.generate([[1, 2, 3, 4]], {"max_new_tokens": 2}, logprobs=True, score_from=[2])
+    assert (answer.tokens, answer.logprobs, answer.scores) == ((7, 8), (-0.25, -0.5), (-1.0, -1.0))
+    assert server.calls[-1][1]["logprob_start_len"] == 1
+    server.flushes = False
+    assert not engine.flush()
+    server.status = 500
+    with pytest.raises(ChannelError, match=r"release_memory_occupation was answered with status 500: .*not idle"):
+        engine.release(["weights"])
+    for prompts, arguments in (([[]], {}), ([[1, 2]], {"score_from": [0]}), ([[1, 2]], {"score_from": [2]})):
+        with pytest.raises(ConfigError, match=r"no token|score_from"):
+            engine.generate(prompts, {}, **arguments)
+    with pytest.raises(ConfigError, match="2 prompts came with 1 sets"):
+        engine.generate([[1], [2]], [{}])
+
+
+def test_a_server_without_the_plugin_says_so(server: Server, engine: HttpEngine, tmp_path: Path) -> None:
+    with pytest.raises(ChannelError, match="receivers did not start: no such backend"):
+        engine.start_receivers("run", tmp_path / "s")
+    settings = ReceiverSettings.read(tmp_path / "s")
+    assert (settings.run_id, settings.engine, settings.version) == ("run", "sglang", None)
+    server.started = (200, {"success": True, "message": "Succeeded to initialize custom process group."})
+    with pytest.raises(ChannelError, match="expected the receivers' addresses"):
+        engine.start_receivers("run", tmp_path / "s")
+
+
+def test_a_server_that_is_gone_is_named(server: Server, engine: HttpEngine) -> None:
+    server.close()
+    with pytest.raises(ChannelError, match=rf"engine sglang at {server.url}: model_info got no answer"):
+        engine.weight_version()
+
+
+def test_settings_count_only_from_a_file_of_ones_own(tmp_path: Path) -> None:
+    """Whoever reaches the HTTP port names a folder; what is in it must be the engine's own user's."""
+    settings = ReceiverSettings.checked(run_id="run", engine="sglang", first_rank=2, version=5)
+    settings.write(tmp_path / "s")
+    assert stat.S_IMODE((tmp_path / "s").stat().st_mode) == 0o700
+    assert ReceiverSettings.read(tmp_path / "s") == settings
+    path = tmp_path / "s" / "receivers.json"
+    path.chmod(0o666)
+    with pytest.raises(ChannelError, match="that nobody else writes"):
+        ReceiverSettings.read(tmp_path / "s")
+    path.chmod(0o600)
+    path.write_text('{"run_id": "run", "engine": "sglang", "command": "rm"}')
+    with pytest.raises(ChannelError, match="not receiver settings"):
+        ReceiverSettings.read(tmp_path / "s")
+    path.unlink()
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ChannelError, match="cannot be read"):
+        ReceiverSettings.read(tmp_path / "s")
+    (tmp_path / "s").chmod(0o755)
+    with pytest.raises(ChannelError, match="others can enter"):
+        ReceiverSettings.read(tmp_path / "s")
+    with pytest.raises(ConfigError, match="engine"):
+        ReceiverSettings.checked(run_id="run", engine="a b")
+
+
+class Slow:
+    """An engine that answers when it is told to, or aborts."""
+
+    def __init__(self) -> None:
+        self.asked: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        self.prompts: list[list[int]] = []
+        self.deaf = 0  # aborts that are ignored, as one for a request that has not arrived is
+
+    async def send(self, request: str, ask: Ask) -> dict[str, Any]:
+        self.prompts.append(ask.prompt)
+        self.asked[request] = asyncio.get_running_loop().create_future()
+        return await self.asked[request]
+
+    async def cancel(self, request: str) -> None:
+        self.deaf -= 1
+        if self.deaf < 0:
+            self.answer(request, {"type": "abort", "message": "aborted"})
+
+    def answer(self, request: str, reason: dict[str, Any]) -> None:
+        future = self.asked.pop(request)
+        meta = {"finish_reason": reason, "weight_version": "1"}
+        future.get_loop().call_soon_threadsafe(future.set_result, {"output_ids": [1], "meta_info": meta})
+
+
+def wait_for(condition: Any) -> None:
+    until = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+def test_requests_are_held_drained_and_restarted_from_their_prompts() -> None:
+    engine, loop = Slow(), LoopThread("test")
+    desk = RequestDesk("sglang", loop, engine.send, engine.cancel)
+    waits: dict[str, Any] = {"peer": "engine", "seconds": 10.0, "cause": ""}
+
+    def generate(prompt: list[int]) -> Any:
+        return desk.generate([prompt], {}, logprobs=False, score_from=None, seconds=20.0, require_alive=lambda: None)[0]
+
+    with ThreadPoolExecutor(4) as pool:
+        first = pool.submit(generate, [1])
+        wait_for(lambda: len(engine.asked) == 1)
+        desk.hold()
+        second = pool.submit(generate, [2])
+        with pytest.raises(DeadlineError, match="engine: no answer in phase drain"):
+            loop.call(desk.ended(), phase="drain", **{**waits, "seconds": 0.3})
+        assert engine.prompts == [[1]]
+        engine.deaf = 1
+        loop.call(desk.take_back(), phase="restart", **waits)
+        assert desk.running == 0
+        assert not first.done()
+        desk.admit()
+        wait_for(lambda: len(engine.asked) == 2)
+        for request in list(engine.asked):
+            engine.answer(request, {"type": "length"})
+        assert (first.result(10).attempts, second.result(10).attempts) == (2, 1)
+        assert sorted(engine.prompts) == [[1], [1], [2]]
+        third = pool.submit(generate, [3])
+        wait_for(lambda: len(engine.asked) == 1)
+        engine.answer(next(iter(engine.asked)), {"type": "abort"})
+        assert third.result(10).finish == "abort"
+    loop.close()
+    loop.close()
+    with pytest.raises(StateError, match="shut down"):
+        generate([4])
+
+
+def test_the_engines_directory_says_what_is_fp8_and_brings_the_tokenizer(tmp_path: Path) -> None:
+    """SGLang takes every linear that its list forgets for FP8; and without a dtype it would choose float16."""
+    source = tmp_path / "model"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps({"architectures": ["X"], "dtype": "float32"}), encoding="utf-8")
+    (source / "tokenizer.json").write_text("{}", encoding="utf-8")
+    (source / "model.safetensors").write_bytes(b"weights")
+    target = write_engine_directory(tmp_path / "engine", source, "bf16")
+    assert sorted(os.listdir(target)) == ["config.json", "tokenizer.json"]
+    assert json.loads((target / "config.json").read_text()) == {"architectures": ["X"], "torch_dtype": "bfloat16"}
+    with pytest.raises(ConfigError, match="not a model's config"):
+        write_engine_directory(tmp_path / "other", tmp_path / "nothing")
+    with pytest.raises(ConfigError, match="int4"):
+        write_engine_directory(tmp_path / "other", source, "int4")  # type: ignore[arg-type]
