@@ -12,7 +12,7 @@ from typing import Any
 
 from weftpub.receive import EngineDescription
 
-__all__ = ["BASE", "GOLDEN", "HYBRID", "LAYOUTS", "Layout", "dump_descriptions", "load_descriptions"]
+__all__ = ["BASE", "GOLDEN", "HYBRID", "LAYOUTS", "MULTIMODAL", "Layout", "dump_descriptions", "load_descriptions"]
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "adapters" / "sglang_descriptions.json"
 
@@ -70,6 +70,19 @@ HYBRID: Mapping[str, Any] = {
     "tie_word_embeddings": False,
     "vocab_size": 500,
 }
+# The same as the language model of a multimodal checkpoint, served without its vision tower.
+MULTIMODAL: Mapping[str, Any] = {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "image_token_id": 1,
+    "language_model_only": True,
+    "model_type": "qwen3_5_moe",
+    "text_config": {key: value for key, value in HYBRID.items() if key not in ("architectures", "tie_word_embeddings")},
+    "tie_word_embeddings": False,
+    "video_token_id": 2,
+    "vision_config": {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 256},
+    "vision_end_token_id": 4,
+    "vision_start_token_id": 3,
+}
 _HYBRID_SIXES = {
     "linear_num_key_heads": 6,
     "linear_num_value_heads": 12,
@@ -116,6 +129,11 @@ class Layout:
         """The model's config.json."""
         return {**self.base, **self.model}
 
+    @property
+    def text(self) -> dict[str, Any]:
+        """The language model's part of it, which is all of it unless the model is multimodal."""
+        return {**self.config, **self.config.get("text_config", {})}
+
     def request(self, rank: int) -> dict[str, Any]:
         """What `build_model` takes for one rank."""
         return {
@@ -161,6 +179,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "hybrid-tp3": Layout(3, 1, base=HYBRID, model=_HYBRID_SIXES),
     "hybrid-tp6-ep6": Layout(6, 6, base=HYBRID, model=_HYBRID_SIXES),
     "hybrid-tp8-ep8-dp4": Layout(8, 8, attention_dp=4, base=HYBRID),
+    "hybrid-tp2-ep2-multimodal": Layout(2, 2, base=MULTIMODAL),
     "hybrid-tp2-bf16-tied": Layout(2, 1, format="bf16", base=HYBRID, model={"tie_word_embeddings": True}),
 }
 

@@ -23,6 +23,7 @@ def megatron_ready() -> None:
 
 def bare_trainer(config: dict[str, Any], format: Any = "fp8", experts: range | None = None) -> tuple[Any, ExpertStore]:
     """Megatron's model of either family, with uninitialised weights, and an empty store for `experts`."""
+    config = {**config, **config.get("text_config", {})}
     if "layer_types" in config:
         from hybrid_megatron import build_hybrid
 

@@ -1,15 +1,28 @@
 """SGLang's real model for any rank in one process: sizes, formats, refusals, description."""
 
 import dataclasses
+import json
 from typing import Any
 
 import pytest
 import torch
-from layouts import GOLDEN, LAYOUTS, dump_descriptions, load_descriptions
+from checkpoints import fp8_tensors, shapes
+from layouts import BASE, GOLDEN, HYBRID, LAYOUTS, MULTIMODAL, dump_descriptions, load_descriptions
 
+from weftpub.canonical import CanonicalTensor, family_of
+from weftpub.checkpoint.scheme import excluded_modules
+from weftpub.checkpoint.scheme import quantization_config as scheme_of
 from weftpub.errors import ConfigError, PlanError
 from weftpub.receive import EngineDescription
-from weftpub_adapters.sglang import build_model, describe_model, quantization_config, support
+from weftpub_adapters.sglang import (
+    build_model,
+    describe_live,
+    describe_model,
+    plain_config,
+    quantization_config,
+    support,
+    unquantized_modules,
+)
 
 pytestmark = pytest.mark.isolated("sglang")
 
@@ -37,6 +50,47 @@ def test_descriptions_are_the_golden_ones(request: pytest.FixtureRequest) -> Non
 def test_a_description_is_plain_data() -> None:
     (description,) = describe("tp1")
     assert EngineDescription.model_validate_json(description.model_dump_json()) == description
+
+
+def test_a_worker_describes_itself_from_its_own_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What SGLang was told on its command line and what it does differ; a description says what it does."""
+    layout = LAYOUTS["tp4-ep4-dp2"]
+    served = build_model(layout.config, **layout.request(3))
+
+    def live(**changes: Any) -> EngineDescription:
+        with served.active():
+            return describe_live(served.model, hf_config=served.hf_config, engine="engine", **changes)
+
+    assert live() == describe_model(served, engine="engine")
+    assert (live().rank, live(rank=21).rank) == (3, 21)
+    assert served.context.server_args.tp_size == 4
+    assert live().settings["parallel"]["attn_tp_size"] == 2
+    monkeypatch.setitem(served.context.parallel._overrides, "pp_size", 2)
+    with pytest.raises(ConfigError, match="pp_size is 2: pipeline parallel"):
+        live()
+
+
+def test_a_workers_config_is_enough_to_plan_with() -> None:
+    """Workers hold SGLang's configuration object, not the config.json."""
+    plain = plain_config(build_model(HYBRID).model.config)
+    assert json.loads(json.dumps(plain)) == plain
+    needed = [key for key in HYBRID if "num_" in key or key.endswith(("dim", "size", "architectures"))]
+    assert {key: plain[key] for key in needed} == {key: HYBRID[key] for key in needed}
+
+
+def test_linears_say_how_many_ranks_split_them() -> None:
+    """Attention follows its own ranks, shared experts all of them."""
+    layout = LAYOUTS["hybrid-tp4-ep2-dp2"]
+    (sizes, *_) = [description.settings["linears"] for description in describe("hybrid-tp4-ep2-dp2")]
+    assert sizes["model.layers.0.linear_attn.in_proj_qkvz"] == sizes["model.layers.3.qkv_proj"] == 2
+    assert sizes["model.layers.0.mlp.shared_expert.down_proj"] == layout.tp
+
+
+def test_a_shared_expert_fused_into_the_routed_ones_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = build_model(HYBRID)
+    monkeypatch.setattr(served.model.model.layers[2].mlp.experts, "num_fused_shared_experts", 1)
+    with pytest.raises(ConfigError, match=r"layers\.2\.mlp\.experts: 1 shared experts.*-experts-fusion"):
+        describe_model(served, engine="engine")
 
 
 @pytest.mark.parametrize(
@@ -88,6 +142,29 @@ def test_a_scheme_that_forgets_a_module_is_refused(hf_config: dict[str, Any], dr
     else:
         with pytest.raises((ConfigError, ValueError), match=r"FP8 covers routed experts only|some but not all"):
             build_model(config)
+
+
+@pytest.mark.parametrize("base", [BASE, HYBRID, MULTIMODAL], ids=lambda base: base["architectures"][0])
+def test_the_list_of_unquantized_modules_is_the_exporters(base: dict[str, Any]) -> None:
+    """A shared expert's gate of shape [1, H] was quantized, because the list was written by hand."""
+    family = family_of(base["architectures"][0])
+    text = {**base, **base.get("text_config", {})}
+    others = {family.to_checkpoint(name): torch.empty(shape) for name, shape in shapes(text) if ".experts." not in name}
+    experts = {
+        name: CanonicalTensor(name, torch.empty(0), "scale" if name.endswith("_scale_inv") else "weight")
+        for name in fp8_tensors({**text, "num_hidden_layers": 1, "num_experts": 1})
+        if ".experts." in name
+    }
+    assert unquantized_modules(base) == excluded_modules(family, others, experts)
+    assert quantization_config(base) == scheme_of(unquantized_modules(base))
+
+
+@pytest.mark.parametrize("dropped", ["in_proj_a", "in_proj_z", "out_proj", "shared_expert.up_proj"])
+def test_a_scheme_that_forgets_a_hybrids_module_is_refused(dropped: str) -> None:
+    scheme = quantization_config(HYBRID)
+    scheme["modules_to_not_convert"] = [m for m in scheme["modules_to_not_convert"] if not m.endswith(dropped)]
+    with pytest.raises((ConfigError, ValueError), match=r"FP8 covers routed experts only|some but not all"):
+        build_model({**HYBRID, "quantization_config": scheme})
 
 
 @pytest.mark.parametrize("backend", [*support.REFUSED_BACKENDS, "brand_new"])

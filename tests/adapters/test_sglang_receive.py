@@ -13,9 +13,11 @@ import torch
 from checkpoints import apart, fp8_tensors, random_tensors
 from layouts import LAYOUTS, Layout
 
-from weftpub.errors import ConfigError, StateError, TornError
+from weftpub.canonical import family_of
+from weftpub.errors import ConfigError, PlanError, StateError, TornError
 from weftpub.plan import Plan, ViewSpec
 from weftpub.receive import EngineDescription
+from weftpub.receive.views import BoundPlan
 from weftpub_adapters.sglang import SGLangEngine, build_model
 
 pytestmark = pytest.mark.isolated("sglang")
@@ -83,22 +85,23 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 def test_published_parameters_are_those_of_sglangs_own_loader(name: str, plans: dict[str, Plan]) -> None:
     """After an offload every byte is what SGLang's `load_weights` makes of the same checkpoint, on every rank."""
     layout = LAYOUTS[name]
-    tensors = (random_tensors if layout.format == "bf16" else fp8_tensors)(layout.config)
+    tensors = (random_tensors if layout.format == "bf16" else fp8_tensors)(layout.text)
+    names = family_of(layout.config["architectures"][0])
     for rank, (engine, loaded) in enumerate(zip(engines(layout), engines(layout), strict=True)):
         for parameter in loaded.served.model.parameters():
             bits(parameter.data).zero_()
         with loaded.served.active():
-            loaded.served.model.load_weights((key, tensor.clone()) for key, tensor in tensors.items())
+            loaded.served.model.load_weights((names.to_checkpoint(key), t.clone()) for key, t in tensors.items())
             for module in loaded.served.model.modules():
                 if getattr(module, "quant_method", None) is not None:
                     module.quant_method.process_weights_after_loading(module)
-        publish(engine, rank, plans[name], apart(layout.config, tensors), version=1)
+        publish(engine, rank, plans[name], apart(layout.text, tensors), version=1)
         expected = loaded.live_tensors()
         for parameter, tensor in engine.live_tensors().items():
             assert torch.equal(bits(tensor), bits(expected[parameter])), f"rank {rank}: {parameter}"
 
 
-@pytest.mark.parametrize("name", TESTED)
+@pytest.mark.parametrize("name", [*TESTED, *BALANCED])
 def test_each_expert_gets_its_own_bytes(name: str, plans: dict[str, Plan]) -> None:
     """Payload coded by global expert and projection: gate 1, up 2, down 3, plus 8 x expert. Rank r of a peer wrote its
     experts under the ids of rank 0; another peer interleaved gate and up by rank."""
@@ -115,11 +118,12 @@ def test_each_expert_gets_its_own_bytes(name: str, plans: dict[str, Plan]) -> No
     for rank, engine in enumerate(engines(layout)):
         publish(engine, rank, plans[name], sources, version=1)
         sizes = engine.served.parallel
-        for block in engine.served.model.model.layers:
+        for layer, block in enumerate(engine.served.model.model.layers):
             experts = block.mlp.experts
             held = experts.w13_weight.shape[0]
             for local in range(held):
-                expert = sizes.moe_ep_rank * held + local
+                slot = sizes.moe_ep_rank * held + local
+                expert = slot % layout.config["num_experts"] if layout.slots is None else layout.slots[layer][slot]
                 for weights, scales, codes in (
                     (experts.w13_weight, experts.w13_weight_scale_inv, (1, 2)),
                     (experts.w2_weight, experts.w2_weight_scale_inv, (3,)),
@@ -176,6 +180,44 @@ def test_what_a_plan_leaves_out_stays_poisoned_and_is_listed(plans: dict[str, Pl
         engine.post_process()
         for name, tensor in engine.live_tensors().items():
             assert not torch.isnan(tensor.float()).any(), name
+
+
+def test_experts_that_moved_are_not_published_to_by_an_old_plan(plans: dict[str, Plan]) -> None:
+    """A balancer moved experts between two publishes; the second one wrote them where they had been."""
+    name = "tp4-ep4-eplb"
+    layout, sources = LAYOUTS[name], fp8_tensors(LAYOUTS[name].config)
+    engine = engines(layout)[1]
+    described = engine.describe()
+    publish(engine, 1, plans[name], sources, version=1)
+    assert layout.slots is not None
+    engine.served.place_experts([row[::-1] for row in layout.slots])
+    with pytest.raises(PlanError, match=r"experts were moved since.*plan again"):
+        publish(engine, 1, plans[name], sources, version=2)
+    moved = engine.describe()
+    assert moved.layout_digest != described.layout_digest == plans[name].layouts[1]
+    with pytest.raises(PlanError, match=r"changed since the plan was made.*plan again"):
+        BoundPlan(plans[name].for_receiver(1), moved, engine.live_tensors())
+    engine.served.place_experts(layout.slots)
+    assert engine.describe() == described
+    BoundPlan(plans[name].for_receiver(1), described, engine.live_tensors())
+
+
+def test_what_norms_derive_from_their_weights_follows_a_publish(plans: dict[str, Plan]) -> None:
+    """SGLang computes from weight + 1, which it kept since the load; a publish in place left the old sum."""
+    layout = LAYOUTS["hybrid-tp1"]
+    (engine,) = engines(layout)
+    for version in (1, 2):
+        tensors = fp8_tensors(layout.config, seed=version)
+        publish(engine, 0, plans["hybrid-tp1"], apart(layout.config, tensors), version)
+        live = engine.live_tensors()
+        for name in ("model.norm", "model.layers.0.input_layernorm", "model.layers.3.q_norm"):
+            assert torch.equal(live[f"{name}.gemma_weight"], live[f"{name}.weight"] + 1), name
+        delta = engine.served.model.model.layers[1].linear_attn
+        assert delta.attn.conv_weights.data_ptr() == delta.conv1d.weight.data_ptr()
+        assert float(live["model.layers.3.attn.k_scale"]) == 1.0
+    delta._derived_weight_cache_error = "packed once, at load"
+    with pytest.raises(ConfigError, match=r"layers\.1\.linear_attn: packed once"):
+        engine.post_process()
 
 
 # -- the engine's own rules ------------------------------------------------------------------------------------------

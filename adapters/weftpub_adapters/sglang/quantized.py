@@ -101,13 +101,14 @@ def _asked(config: str) -> tuple[str, ...]:
         tp_size=1, ep_size=1, rank=0, attention_dp=1, device=torch.device("meta"), moe_runner_backend="triton"
     ):
         model = make_model(hf_config, scheme)
+    family = family_of(hf_config["architectures"][0])
     matrices = {
         f"{name}.weight": torch.empty(1, 1, device="meta")
         for path, module in model.named_modules()
         if ".mlp.experts" not in path and _has_matrix(module)
-        for name in _unpacked(asked.get(id(module), path), packed)
+        for name in _unpacked(asked.get(id(module)) or family.to_checkpoint(path), packed)
     }
-    return tuple(excluded_modules(family_of(hf_config["architectures"][0]), matrices, {}))
+    return tuple(excluded_modules(family, matrices, {}))
 
 
 def _has_matrix(module: torch.nn.Module) -> bool:
