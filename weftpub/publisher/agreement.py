@@ -35,6 +35,8 @@ def agree(
         the rank's own error where it raised; on the other ranks one of the same class that names the rank.
         DeadlineError names a missing rank.
     """
+    if group.size == 1:
+        return conclude([work()])
     own: BaseException | None = None
     outcome: dict[str, Any]
     try:

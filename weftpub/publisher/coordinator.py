@@ -45,24 +45,39 @@ class Coordinator:
         self.failed: dict[str, WeftpubError] = {}
         self._policy = policy
         self._deadlines = deadlines
-        self._here = here
-        self._started_ns = started_ns
+        self._hello: _Fields = {"role": "coordinator", "started_ns": started_ns, "identity": here}
+        self._posted: dict[PeerLink, int] = {}
         self._served: set[str] = set()
+        self.met = False  # whether anybody was greeted in this round
 
     @property
     def alive(self) -> list[PeerLink]:
         """Receivers whose engines have not failed in this publish."""
         return [link for link in self.links if link.engine not in self.failed]
 
+    def begin_round(self) -> None:
+        """Nothing is known about anybody's state until the next `meet`."""
+        self.failed.clear()
+        self._posted.clear()
+        self._served.clear()
+        self.met = False
+
+    def greet_early(self) -> None:
+        """Send the greetings of the coming `meet`, so that they are answered while this rank does something else."""
+        for link in self.links:
+            number = link.post_early(m.Hello, **self._hello)
+            if number is not None:
+                self._posted[link] = number
+
     def meet(self, *, tolerant: bool = False) -> None:
-        """Say hello to everybody: a new round. Engines that failed in an earlier one are asked again.
+        """Say hello to everybody. Engines that failed in an earlier round are asked again.
 
         Args:
             tolerant: engines that cannot be reached are left out, whatever the policy.
         """
-        self.failed.clear()
-        fields: _Fields = {"role": "coordinator", "started_ns": self._started_ns, "identity": self._here}
-        _, faults = exchange(dict.fromkeys(self.links, (m.Hello, fields)), "hello", self._deadlines.hello)
+        self.met = True
+        greetings = dict.fromkeys(self.links, (m.Hello, self._hello))
+        _, faults = exchange(greetings, "hello", self._deadlines.hello, self._posted)
         if tolerant:
             self.failed.update({link.engine: error for link, error in faults.items()})
         else:
@@ -98,8 +113,9 @@ class Coordinator:
         )
 
     def pause(self) -> None:
-        """Pause every engine."""
-        self._ask(m.Pause, lambda link: {}, "pause", self._deadlines.pause)
+        """Pause every engine that serves, or says nothing about itself."""
+        due = [link for link in self.alive if link.status is None or link.status.state is EngineState.SERVING]
+        self._ask(m.Pause, lambda link: {}, "pause", self._deadlines.pause, due)
 
     def begin(self, manifest: Manifest, *, allow_rollback: bool) -> None:
         """Announce a version to everybody."""

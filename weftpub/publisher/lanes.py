@@ -3,7 +3,7 @@
 Compiled from layouts, kept over publishes.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,10 +12,10 @@ from weftpub.plan import Chunk, PieceTable, Plan, ViewSpec, cut_pieces
 from weftpub.publisher.sources import SourceIndex
 from weftpub.transport import CopyTable, narrow_view
 from weftpub.transport.tensors import dense_offset
-from weftpub.wire.messages import ListedLayout, PackedLayout
+from weftpub.wire.messages import KnownLayout, ListedLayout, PackedLayout, layout_name
 from weftpub.wire.offers import Offer
 
-__all__ = ["Lane", "Parcel", "Shown", "build_lanes"]
+__all__ = ["Lane", "NamedLayout", "Parcel", "Shown", "build_lanes"]
 
 type Indices = np.ndarray[tuple[int], np.dtype[np.int64]]
 
@@ -32,7 +32,7 @@ class Parcel:
     """
 
     nbytes: int
-    layout: PackedLayout | ListedLayout | None
+    layout: "PackedLayout | NamedLayout | None"
     pack: CopyTable | None
     shown: "Shown | None" = None
 
@@ -51,29 +51,50 @@ class Shown:
         self._buffer = np.array([numbers.setdefault(name, len(numbers)) for name, _ in places], dtype=np.int64)
         self._offset = np.array([offset for _, offset in places], dtype=np.int64)
         self.names = tuple(numbers)
-        self._last: tuple[tuple[tuple[str, int], ...], ListedLayout] | None = None
+        self._last: tuple[list[tuple[Offer, int]], tuple[Offer, ...], NamedLayout] | None = None
 
-    def offer(self, exports: Mapping[str, tuple[Offer, int]]) -> tuple[tuple[Offer, ...], ListedLayout]:
+    def offer(self, exports: Mapping[str, tuple[Offer, int]]) -> "tuple[tuple[Offer, ...], NamedLayout]":
         """What to offer, each allocation once, and where the pieces lie therein.
 
         Args:
             exports: buffer name to the offer of its allocation, and its byte offset in it.
         """
         exported = [exports[name] for name in self.names]
+        if self._last is not None and all(map(_same_place, exported, self._last[0])):
+            return self._last[1:]
         numbers: dict[str, int] = {}
         offers: list[Offer] = []
         for offer, _ in exported:
             if numbers.setdefault(offer.allocation, len(offers)) == len(offers):
                 offers.append(offer)
-        key = tuple((offer.allocation, offset) for offer, offset in exported)
-        if self._last is None or self._last[0] != key:
-            allocation = np.array([numbers[offer.allocation] for offer, _ in exported], dtype="<i8")[self._buffer]
-            offset = np.array([offset for _, offset in exported], dtype=np.int64)[self._buffer] + self._offset
-            layout = ListedLayout(
-                pieces=self._pieces, buffers=allocation.tobytes(), offsets=offset.astype("<i8", copy=False).tobytes()
-            )
-            self._last = key, layout
-        return tuple(offers), self._last[1]
+        allocation = np.array([numbers[offer.allocation] for offer, _ in exported], dtype="<i8")[self._buffer]
+        offset = np.array([offset for _, offset in exported], dtype=np.int64)[self._buffer] + self._offset
+        layout = ListedLayout(
+            pieces=self._pieces, buffers=allocation.tobytes(), offsets=offset.astype("<i8", copy=False).tobytes()
+        )
+        self._last = exported, tuple(offers), NamedLayout.of(layout)
+        return self._last[1:]
+
+
+def _same_place(one: tuple[Offer, int], other: tuple[Offer, int]) -> bool:
+    return one[0] is other[0] and one[1] == other[1]
+
+
+@dataclass(frozen=True, eq=False)
+class NamedLayout:
+    """A listed layout, and the short message for receivers that remember it."""
+
+    listed: ListedLayout
+    known: KnownLayout
+
+    @classmethod
+    def of(cls, layout: ListedLayout) -> "NamedLayout":
+        """The layout with its name."""
+        return cls(layout, KnownLayout(digest=layout_name(layout)))
+
+    def for_receiver(self, remembered: Collection[str]) -> ListedLayout | KnownLayout:
+        """What to send to a receiver that remembers the layouts of these names."""
+        return self.known if self.known.digest in remembered else self.listed
 
 
 @dataclass(eq=False)
@@ -156,9 +177,10 @@ def build_lanes(plan: Plan, sender: int, index: SourceIndex, limit: int) -> dict
     return lanes
 
 
-def listed(pieces: Sequence[int], buffers: Sequence[int], offsets: Sequence[int]) -> ListedLayout:
+def listed(pieces: Sequence[int], buffers: Sequence[int], offsets: Sequence[int]) -> NamedLayout:
     """A listed layout from plain numbers."""
-    return ListedLayout(pieces=_packed(pieces), buffers=_packed(buffers), offsets=_packed(offsets))
+    layout = ListedLayout(pieces=_packed(pieces), buffers=_packed(buffers), offsets=_packed(offsets))
+    return NamedLayout.of(layout)
 
 
 def _packed(numbers: Sequence[int]) -> bytes:

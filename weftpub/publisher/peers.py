@@ -99,6 +99,17 @@ class PeerLink:
         self._waiting.add(self._number)
         return self._number
 
+    def post_early(self, kind: Callable[..., m.Request], **fields: object) -> int | None:
+        """Send a greeting now if the peer that was met before can take it at once; its number, or None."""
+        if not self.known:
+            return None
+        self._number += 1
+        if not self.client.try_send(m.encode(kind(request=self._number, **self._head, **fields)), 0.0):
+            return None
+        self.renew()
+        self._waiting.add(self._number)
+        return self._number
+
     def collect(self) -> list[m.Reply]:
         """Replies that have arrived to requests that still wait; others are of requests given up and are dropped."""
         replies: list[m.Reply] = []
@@ -119,6 +130,16 @@ class PeerLink:
     def renew(self) -> None:
         """A greeting is due: until it is answered, nothing is known about who listens there now."""
         self.greeted = False
+
+    @property
+    def remembered(self) -> frozenset[str]:
+        """Names of the layouts that the receiver remembers, as of its last greeting."""
+        return frozenset() if self.welcome is None else frozenset(self.welcome.layouts)
+
+    @property
+    def known(self) -> bool:
+        """Whether somebody answered there once whose process, as far as is known, still exists."""
+        return self.welcome is not None and not self.ended
 
     @property
     def ended(self) -> bool:
@@ -170,7 +191,10 @@ class PeerLink:
 
 
 def exchange(
-    requests: Mapping[PeerLink, tuple[Callable[..., m.Request], Mapping[str, object]]], phase: str, seconds: float
+    requests: Mapping[PeerLink, tuple[Callable[..., m.Request], Mapping[str, object]]],
+    phase: str,
+    seconds: float,
+    posted: Mapping[PeerLink, int] | None = None,
 ) -> tuple[dict[PeerLink, m.Reply], dict[PeerLink, WeftpubError]]:
     """Ask several receivers at once and wait for all of them: a slow one costs its own time, and a dead one ends only
     its own wait.
@@ -179,6 +203,7 @@ def exchange(
         requests: message class and fields per receiver.
         phase: for messages.
         seconds: what each may take.
+        posted: numbers of requests that were sent already.
 
     Returns:
         replies of those that succeeded, errors of the others.
@@ -188,9 +213,12 @@ def exchange(
     waits: dict[PeerLink, tuple[int, Deadline]] = {}
     patience = Deadline("", phase, _RESTART_S)
     for link, (kind, fields) in requests.items():
+        deadline = Deadline(link.label, phase, seconds)
+        if posted is not None and link in posted:
+            waits[link] = posted[link], deadline
+            continue
         if kind is m.Hello:
             link.renew()
-        deadline = Deadline(link.label, phase, seconds)
         try:
             waits[link] = link.post(kind, deadline, patience, **fields), deadline
         except WeftpubError as error:

@@ -2,8 +2,9 @@
 
 The steps, each agreed on by all sender ranks:
 
-    open       rank 0 greets every receiver, gives it its part of the plan and pauses it
-    announce   every rank computes checksums of what it sends; replicas are proven equal; rank 0 begins everywhere
+    open       all ranks have one plan and speak as one publisher
+    announce   every rank computes checksums of what it sends; replicas are proven equal; rank 0 greets every receiver,
+               gives it its part of the plan, pauses it, and begins everywhere
     deliver    every rank sends its pieces; rank 0 has every receiver verify, writes the commit record, commits, resumes
 
 A failure before the commit record aborts on every receiver: those that lost nothing serve their old version again, the
@@ -187,7 +188,7 @@ class Publisher:
         progress = _Progress()
         self._begin_round()
         try:
-            self._open(plan, clock)
+            self._open(plan)
             nonce = self._announce(plan, sources, version, checksums or {}, clock, progress, allow_rollback)
             return self._deliver(plan, nonce, clock, progress, sha256=verify_sha256, resume=resume)
         except BaseException as error:
@@ -211,7 +212,7 @@ class Publisher:
             return
         self._closed = True
         # Every rank says goodbye before it frees its buffers: receivers may have them mapped.
-        told = [link for link in self._links.values() if link.greeted and not link.ended]
+        told = [link for link in self._links.values() if link.known]
         exchange({link: (m.Bye, {}) for link in told}, "bye", min(5.0, self._deadlines.hello))
         self._sender.close()
         self._records.close()
@@ -225,32 +226,6 @@ class Publisher:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open(self, plan: Plan, clock: PhaseClock) -> None:
-        """All ranks agree on plan and session; every receiver is greeted, planned and paused."""
-
-        def conclude(digests: list[Any]) -> Any:
-            if len(set(digests)) != 1:
-                shown = ", ".join(digest[:12] for digest in digests)
-                raise PlanError(f"sender ranks have different plans ({shown}); make the plan once and hand it to all")
-            if max(plan.senders) >= self._group.size:
-                raise PlanError(
-                    f"the plan has sender ranks up to {max(plan.senders)}, the group has {self._group.size} ranks"
-                )
-            self._require_commit_path()
-            coordinator = self._lead_links()
-            with clock.phase("hello"):
-                coordinator.meet()
-            with clock.phase("plan"):
-                coordinator.set_plan(plan)
-            with clock.phase("pause"):
-                coordinator.pause()
-            return {"session": self._session, "failed": list(coordinator.failed)}
-
-        allowance = self._deadlines.hello + self._deadlines.plan + self._deadlines.pause
-        opened = self._agree("open", lambda: plan.digest, conclude, allowance)
-        self._link(opened["session"])
-        self._left_out = set(opened["failed"])
-
     def _announce(
         self,
         plan: Plan,
@@ -261,10 +236,14 @@ class Publisher:
         progress: "_Progress",
         allow_rollback: bool,
     ) -> str:
-        """Compute checksums, prove replicas equal, and begin on every receiver; the nonce of the publish."""
+        """Compute checksums, prove replicas equal; then greet, plan, pause and begin on every receiver. The nonce of
+        the publish.
+        """
 
         def work() -> Any:
             _check_version(version)
+            if self._group.rank == 0:
+                self._lead_links().greet_early()
             with clock.phase("checksum"):
                 self._sender.bind(plan, as_buffers(sources), version)
                 return self._sender.checksums(known)
@@ -273,16 +252,42 @@ class Publisher:
             check_replicas(plan, [value["replicas"] for value in values])
             checksums = assemble(self._piece_tables(plan), [value["pieces"] for value in values])
             manifest = Manifest(self._run_id, version, new_nonce(), plan.digest, self._sender.limit, checksums)
-            progress.manifest = manifest
+            self._require_commit_path()
             coordinator = self._lead_links()
+            with clock.phase("hello"):
+                coordinator.meet()
+            with clock.phase("plan"):
+                coordinator.set_plan(plan)
+            with clock.phase("pause"):
+                coordinator.pause()
+            progress.manifest = manifest
             with clock.phase("begin"):
                 coordinator.begin(manifest, allow_rollback=allow_rollback)
             self._records.prepare(self._record_of(coordinator, manifest))
             return {"nonce": manifest.nonce, "failed": list(coordinator.failed)}
 
-        announced = self._agree("announce", work, conclude, self._deadlines.begin)
+        d = self._deadlines
+        announced = self._agree("announce", work, conclude, d.hello + d.plan + d.pause + d.begin)
         self._left_out = set(announced["failed"])
         return str(announced["nonce"])
+
+    def _open(self, plan: Plan) -> None:
+        """All ranks agree on plan and session.
+
+        PlanError unless they have one plan, and are as many as it needs.
+        """
+
+        def conclude(digests: list[Any]) -> Any:
+            if len(set(digests)) != 1:
+                shown = ", ".join(digest[:12] for digest in digests)
+                raise PlanError(f"sender ranks have different plans ({shown}); make the plan once and hand it to all")
+            if max(plan.senders) >= self._group.size:
+                raise PlanError(
+                    f"the plan has sender ranks up to {max(plan.senders)}, the group has {self._group.size} ranks"
+                )
+            return self._session
+
+        self._link(self._agree("open", lambda: plan.digest, conclude, 0.0))
 
     def _deliver(
         self, plan: Plan, nonce: str, clock: PhaseClock, progress: "_Progress", *, sha256: bool, resume: bool
@@ -381,8 +386,8 @@ class Publisher:
         """Abort on every receiver, unless the version is committed; say in notes where things stand."""
         coordinator = self._coordinator
         self._records.discard()
-        if coordinator is None:
-            return
+        if coordinator is None or not coordinator.met:
+            return  # nobody has been told anything
         if progress.committed:
             error.add_note(
                 f"version {version} is committed, its record is {self._commit_path}; call recover() to finish it on "
@@ -420,6 +425,8 @@ class Publisher:
             raise StateError("this publisher is closed; make another")
         self._rounds += 1
         self._left_out: set[str] = set()
+        if self._coordinator is not None:
+            self._coordinator.begin_round()
         self._group.begin(f"{self._run_id}-{self._rounds}")
 
     def _lead_links(self) -> Coordinator:

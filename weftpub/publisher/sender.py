@@ -211,7 +211,7 @@ class Sender:
         self._drop_all(due)
 
     def _drop_all(self, requests: Mapping[PeerLink, _Request]) -> None:
-        told = {link: request for link, request in requests.items() if link.greeted and not link.ended}
+        told = {link: request for link, request in requests.items() if link.known}
         _, faults = exchange(told, "drop of memory", self._deadlines.hello)
         if faults:
             raise next(iter(faults.values()))

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from weftpub.errors import PlanError
-from weftpub.plan import Plan, Shard, ViewSpec, dtype_name
+from weftpub.plan import Plan, Shard, ViewSpec, dtype_name, torch_dtype
 from weftpub.plan.views import listing
 from weftpub.transport import FlatTensors, RegionTable
 from weftpub_kernels.pair import has_storage
@@ -191,6 +191,8 @@ class SourceIndex:
             raise PlanError(f"buffers are viewed but were not handed over: {listing(absent)}")
         for name, (last, dtype) in self._needs.items():
             buffer = buffers[name]
+            if buffer.dtype is torch_dtype(dtype) and buffer.is_contiguous() and last < buffer.numel():
+                continue
             reach = (
                 sum((n - 1) * k for n, k in zip(buffer.shape, buffer.stride(), strict=True)) if buffer.numel() else -1
             )

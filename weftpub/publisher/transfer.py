@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from weftpub.channel import Deadline, wait_any
 from weftpub.errors import WeftpubError
-from weftpub.publisher.lanes import Lane, Parcel
+from weftpub.publisher.lanes import Lane, NamedLayout, Parcel
 from weftpub.publisher.peers import PeerLink
 from weftpub.publisher.staging import Staged, StagingPool
 from weftpub.transport import FlatTensors, TransportKind, wait_for_devices
@@ -154,7 +154,7 @@ class Transfer:
                 sender=self._sender,
                 sequence=p.following,
                 offers=offers,
-                layout=layout,
+                layout=layout.for_receiver(link.remembered) if isinstance(layout, NamedLayout) else layout,
             )
         except WeftpubError as error:
             if staged is not None:

@@ -8,13 +8,41 @@ from weftpub.errors import ManifestError
 from weftpub.plan import PieceTable, PlanPart, ViewSpec, cut_pieces
 from weftpub.plan.views import listing
 from weftpub.transport import CopyTable, RegionTable, narrow_view
-from weftpub.wire.messages import ChunkMessage, ListedLayout
+from weftpub.wire.messages import ChunkMessage, KnownLayout, ListedLayout, PackedLayout, layout_name
 
-__all__ = ["CopyPlans"]
+__all__ = ["CopyPlans", "LayoutMemory"]
 
 type Indices = np.ndarray[tuple[int], np.dtype[np.int64]]
 
-_LISTED_PLANS = 64  # listed layouts that are remembered; a trainer uses the same few at every publish
+_REMEMBERED_BYTES = 64 << 20  # of listed layouts; a large model's are some 200 KB in all, the same at every publish
+_REMEMBERED = 1024
+
+
+class LayoutMemory:
+    """Listed layouts by name, those used last: senders need not list again what is remembered here."""
+
+    def __init__(self) -> None:
+        self._layouts: dict[str, ListedLayout] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all layouts."""
+        return tuple(self._layouts)
+
+    def resolve(self, layout: ListedLayout | KnownLayout) -> tuple[str, ListedLayout]:
+        """A layout with its name; ManifestError if it is not remembered."""
+        name = layout.digest if isinstance(layout, KnownLayout) else layout_name(layout)
+        listed = self._layouts.pop(name, None) if isinstance(layout, KnownLayout) else layout
+        if listed is None:
+            raise ManifestError(f"a chunk refers to layout {name[:12]}, which this receiver does not remember")
+        self._layouts[name] = listed
+        while len(self._layouts) > _REMEMBERED or sum(map(_size, self._layouts.values())) > _REMEMBERED_BYTES:
+            del self._layouts[next(iter(self._layouts))]
+        return name, listed
+
+
+def _size(layout: ListedLayout) -> int:
+    return len(layout.pieces) + len(layout.buffers) + len(layout.offsets)
 
 
 class CopyPlans:
@@ -23,23 +51,25 @@ class CopyPlans:
     Args:
         part: the plan part.
         limit: most bytes of a chunk.
+        layouts: the receiver's memory of listed layouts.
 
     Attributes:
         table: the pieces.
         regions: where they lie in the parameters.
     """
 
-    def __init__(self, part: PlanPart, limit: int) -> None:
+    def __init__(self, part: PlanPart, limit: int, layouts: LayoutMemory) -> None:
         self.table: PieceTable = cut_pieces(part, limit)
         self._views = _piece_views(self.table)
         self.regions = RegionTable(self._views)
         self._packed: dict[tuple[int, int], tuple[Indices, CopyTable]] = {}
-        self._listed: dict[bytes, tuple[Indices, CopyTable]] = {}
+        self._layouts = layouts
+        self._listed: dict[str, tuple[Indices, CopyTable, int]] = {}
 
     def of(self, chunk: ChunkMessage) -> tuple[Indices, CopyTable]:
         """The pieces in a chunk and the copies that place them; ManifestError if the chunk is none of this plan's."""
-        if isinstance(chunk.layout, ListedLayout):
-            return self._of_listed(chunk.layout, len(chunk.offers))
+        if not isinstance(chunk.layout, PackedLayout):
+            return self._of_listed(*self._layouts.resolve(chunk.layout), len(chunk.offers))
         key = (chunk.sender, chunk.sequence)
         if key not in self._packed:
             chunks = self.table.chunks.get(chunk.sender, ())
@@ -54,10 +84,17 @@ class CopyPlans:
             self._packed[key] = np.array(planned.pieces, dtype=np.int64), copies
         return self._packed[key]
 
-    def _of_listed(self, layout: ListedLayout, offers: int) -> tuple[Indices, CopyTable]:
-        key = b"|".join((layout.pieces, layout.buffers, layout.offsets))
-        if key in self._listed:
-            return self._listed[key]
+    def _of_listed(self, name: str, layout: ListedLayout, offers: int) -> tuple[Indices, CopyTable]:
+        if name not in self._listed:
+            if len(self._listed) >= _REMEMBERED:
+                self._listed.clear()
+            self._listed[name] = self._compile(layout)
+        pieces, copies, buffers = self._listed[name]
+        if buffers > offers:
+            raise ManifestError(f"a listed chunk names {buffers} buffers and offers {offers}")
+        return pieces, copies
+
+    def _compile(self, layout: ListedLayout) -> tuple[Indices, CopyTable, int]:
         if any(len(data) % 8 for data in (layout.pieces, layout.buffers, layout.offsets)):
             raise ManifestError("a listed chunk's lists are 64-bit integers; do both sides run the same release?")
         pieces, buffers, offsets = (
@@ -68,16 +105,12 @@ class CopyPlans:
                 "a listed chunk needs one buffer and one offset for each of its pieces, and each piece once"
             )
         count = len(self.table.pieces)
-        if pieces.min() < 0 or pieces.max() >= count or buffers.min() < 0 or buffers.max() >= offers:
+        if pieces.min() < 0 or pieces.max() >= count or buffers.min() < 0:
             raise ManifestError(
-                f"a listed chunk names pieces outside the {count} of this receiver, or buffers outside the {offers} "
-                "offered"
+                f"a listed chunk names pieces outside the {count} of this receiver, or buffers below the first"
             )
         copies = CopyTable.compile([self._views[i] for i in pieces.tolist()], offsets.tolist(), buffers.tolist())
-        if len(self._listed) >= _LISTED_PLANS:
-            self._listed.clear()
-        self._listed[key] = pieces, copies
-        return self._listed[key]
+        return pieces, copies, int(buffers.max()) + 1
 
     def require_all(self, received: "np.ndarray[tuple[int], np.dtype[np.bool_]]") -> None:
         """ManifestError that lists the pieces which have not arrived, if any."""

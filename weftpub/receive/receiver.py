@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from weftpub.errors import StateError
 from weftpub.plan import PlanPart
 from weftpub.plan.views import listing
-from weftpub.receive.copies import CopyPlans
+from weftpub.receive.copies import CopyPlans, LayoutMemory
 from weftpub.receive.engine import EngineSide
 from weftpub.receive.reception import Reception
 from weftpub.receive.views import BoundPlan
@@ -76,6 +76,7 @@ class Receiver:
         self._session: _Session | None = None
         self._bound: BoundPlan | None = None
         self._plans: CopyPlans | None = None
+        self._layouts = LayoutMemory()
         self._reception: Reception | None = None
         self._verified_at: Mapping[str, int] = {}
         self._heard = time.monotonic()
@@ -183,6 +184,7 @@ class Receiver:
             rank=self.rank,
             device=self._device,
             transports=tuple(self._transports),
+            layouts=self._layouts.names,
         )
 
     def _describe(self, request: m.Describe) -> m.Reply:
@@ -246,7 +248,7 @@ class Receiver:
                 f"version {self._state.incoming} was verified but never committed, and version {request.version} begins"
             )
         if self._plans is None or self._plans.table.limit != request.limit:
-            self._plans = CopyPlans(bound.part, request.limit)
+            self._plans = CopyPlans(bound.part, request.limit, self._layouts)
         reception = Reception(self.rank, request, bound, self._plans, self._engine.live_tensors())
         self._state.begin(request.version)
         self._reception = reception

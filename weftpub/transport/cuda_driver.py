@@ -9,7 +9,7 @@ Every function works in the primary context of the device, which is the one that
 """
 
 import ctypes
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -22,6 +22,7 @@ __all__ = [
     "Region",
     "allocate",
     "buffer_id",
+    "buffer_ids",
     "close_handle",
     "export_handle",
     "free",
@@ -119,6 +120,15 @@ def buffer_id(index: int, address: int) -> int:
             "cuPointerGetAttribute",
         )
     return value.value
+
+
+def buffer_ids(index: int, addresses: Iterable[int]) -> list[int | None]:
+    """`buffer_id` of many addresses; None for one at which there is no memory any more."""
+    value = ctypes.c_uint64()
+    place = ctypes.byref(value)
+    with _current(index) as driver:
+        get = driver.cuPointerGetAttribute
+        return [value.value if get(place, _BUFFER_ID, ctypes.c_uint64(a)) == 0 else None for a in addresses]
 
 
 def ipc_capable(index: int, address: int) -> bool:

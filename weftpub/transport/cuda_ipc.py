@@ -71,10 +71,14 @@ class CudaIpcSend:
             raise TransportError(
                 f"a tensor on {tensor.device} cannot be exported from cuda:{self._index}; it is packed instead"
             )
+        if not self._shown:  # the first of this publish: is what was exported before still the same memory?
+            ids = cuda_driver.buffer_ids(self._index, self._exports)
+            same = zip(tuple(self._exports.items()), ids, strict=True)
+            self._exports = {address: known for (address, known), found in same if known[0][0] == found}
         address = tensor.data_ptr()
         self._shown.add(address)
         known = self._exports.get(address)
-        if known is not None and known[0] == (cuda_driver.buffer_id(self._index, address), keep):
+        if known is not None and known[0][1] == keep:
             return known[1], known[2]
         obstacle = export_obstacle(tensor)
         if obstacle is not None:

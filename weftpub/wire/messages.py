@@ -20,6 +20,7 @@ in the order of a publish:
     bye        the publisher leaves: close everything that is kept open
 """
 
+import hashlib
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -43,6 +44,7 @@ __all__ = [
     "Drop",
     "Failed",
     "Hello",
+    "KnownLayout",
     "ListedLayout",
     "PackedLayout",
     "Pause",
@@ -59,6 +61,7 @@ __all__ = [
     "decode_reply",
     "decode_request",
     "encode",
+    "layout_name",
     "plain_text",
     "request_number",
 ]
@@ -177,6 +180,24 @@ class ListedLayout(_Message):
     offsets: bytes = Field(max_length=_MAX_CHECKSUM_BYTES)
 
 
+class KnownLayout(_Message):
+    """A listed layout that the receiver remembers from an earlier chunk (`Welcome.layouts`): the lists of a large model
+    are hundreds of kilobytes, and the same at every publish.
+
+    Attributes:
+        digest: `layout_name` of the listed layout.
+    """
+
+    layout: Literal["known"] = "known"
+    digest: str = _DIGEST
+
+
+def layout_name(layout: ListedLayout) -> str:
+    """sha256 by which both sides know a listed layout."""
+    lists = (layout.pieces, layout.buffers, layout.offsets)
+    return hashlib.sha256(b"".join(hashlib.sha256(data).digest() for data in lists)).hexdigest()
+
+
 class ChunkMessage(_Request):
     """Offer memory that holds pieces; the receiver copies, lets go of it, and then replies.
 
@@ -192,7 +213,7 @@ class ChunkMessage(_Request):
     sender: int = Field(ge=0)
     sequence: int = Field(ge=0)
     offers: tuple[Offer, ...] = Field(min_length=1, max_length=65_536)
-    layout: Annotated[PackedLayout | ListedLayout, Field(discriminator="layout")]
+    layout: Annotated[PackedLayout | ListedLayout | KnownLayout, Field(discriminator="layout")]
 
 
 class Verify(_Request):
@@ -283,7 +304,11 @@ class _Reply(_Message):
 
 
 class Welcome(_Reply):
-    """Reply to hello: who the receiver is."""
+    """Reply to hello: who the receiver is.
+
+    Attributes:
+        layouts: names of the listed layouts that it remembers.
+    """
 
     kind: Literal["welcome"] = "welcome"
     identity: Identity
@@ -291,6 +316,7 @@ class Welcome(_Reply):
     rank: int
     device: str
     transports: tuple[str, ...]
+    layouts: tuple[str, ...] = ()
 
 
 class Described(_Reply):
