@@ -25,7 +25,7 @@ from weftmoe.telemetry.record import ByteCheck
 from weftpub.channel import Deadlines
 from weftpub.errors import ConfigError, StateError
 from weftpub.publisher import Publisher, RankGroup, SoloGroup, TorchGroup
-from weftpub_adapters.sglang.build import quantization_config
+from weftpub_adapters.sglang import quantization_config
 from weftpub_adapters.sglang.driver import ColocatedEngine, DriverDeadlines
 
 __all__ = ["SglangRollout", "engine_arguments", "engine_directory"]
@@ -275,7 +275,7 @@ def engine_directory(work: Path, model: Path, settings: Settings) -> Path:
                 target.write_bytes(path.read_bytes())
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     if settings.variant == "fp8":
-        config["quantization_config"] = quantization_config(config["num_hidden_layers"])
+        config["quantization_config"] = quantization_config(config)
     (view / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     return view
 
