@@ -117,8 +117,8 @@ class Coordinator:
         due = [link for link in self.alive if link.status is None or link.status.state is EngineState.SERVING]
         self._ask(m.Pause, lambda link: {}, "pause", self._deadlines.pause, due)
 
-    def begin(self, manifest: Manifest, *, allow_rollback: bool) -> None:
-        """Announce a version to everybody."""
+    def begin(self, manifest: Manifest, *, allow_rollback: bool, meanwhile: Callable[[], None] | None = None) -> None:
+        """Announce a version to everybody; `meanwhile` is called while they take it in."""
         common: _Fields = {
             "version": manifest.version,
             "nonce": manifest.nonce,
@@ -133,6 +133,7 @@ class Coordinator:
             lambda link: {**common, "checksums": manifest.checksums[link.peer.rank]},
             "begin",
             self._deadlines.begin,
+            meanwhile=meanwhile,
         )
 
     def verify(self, manifest: Manifest, *, sha256: bool) -> dict[int, tuple[str, ...]]:
@@ -215,9 +216,11 @@ class Coordinator:
         links: Sequence[PeerLink] | None = None,
         *,
         abort: bool = True,
+        meanwhile: Callable[[], None] | None = None,
     ) -> dict[PeerLink, m.Reply]:
         asked = self.alive if links is None else links
-        replies, faults = exchange({link: (kind, fields(link)) for link in asked}, phase, seconds)
+        requests = {link: (kind, fields(link)) for link in asked}
+        replies, faults = exchange(requests, phase, seconds, meanwhile=meanwhile)
         self.settle(faults, abort=abort)
         return replies
 

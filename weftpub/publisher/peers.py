@@ -195,6 +195,7 @@ def exchange(
     phase: str,
     seconds: float,
     posted: Mapping[PeerLink, int] | None = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> tuple[dict[PeerLink, m.Reply], dict[PeerLink, WeftpubError]]:
     """Ask several receivers at once and wait for all of them: a slow one costs its own time, and a dead one ends only
     its own wait.
@@ -204,6 +205,7 @@ def exchange(
         phase: for messages.
         seconds: what each may take.
         posted: numbers of requests that were sent already.
+        meanwhile: called once all are asked, before their replies are waited for.
 
     Returns:
         replies of those that succeeded, errors of the others.
@@ -223,6 +225,8 @@ def exchange(
             waits[link] = link.post(kind, deadline, patience, **fields), deadline
         except WeftpubError as error:
             faults[link] = error
+    if meanwhile is not None:
+        meanwhile()
     while waits:
         _take_replies(waits, replies, faults)
         for link, (_, deadline) in list(waits.items()):

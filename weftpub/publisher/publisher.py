@@ -244,6 +244,7 @@ class Publisher:
             _check_version(version)
             if self._group.rank == 0:
                 self._lead_links().greet_early()
+                self._require_commit_path()
             with clock.phase("checksum"):
                 self._sender.bind(plan, as_buffers(sources), version)
                 return self._sender.checksums(known)
@@ -252,7 +253,6 @@ class Publisher:
             check_replicas(plan, [value["replicas"] for value in values])
             checksums = assemble(self._piece_tables(plan), [value["pieces"] for value in values])
             manifest = Manifest(self._run_id, version, new_nonce(), plan.digest, self._sender.limit, checksums)
-            self._require_commit_path()
             coordinator = self._lead_links()
             with clock.phase("hello"):
                 coordinator.meet()
@@ -262,7 +262,7 @@ class Publisher:
                 coordinator.pause()
             progress.manifest = manifest
             with clock.phase("begin"):
-                coordinator.begin(manifest, allow_rollback=allow_rollback)
+                coordinator.begin(manifest, allow_rollback=allow_rollback, meanwhile=self._sender.prepare)
             self._records.prepare(self._record_of(coordinator, manifest))
             return {"nonce": manifest.nonce, "failed": list(coordinator.failed)}
 

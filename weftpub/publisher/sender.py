@@ -70,6 +70,7 @@ class Sender:
         self._version = 0
         self._chosen: dict[PeerLink, tuple[Identity, torch.device, TransportKind]] = {}
         self._compiled: tuple[str, SourceIndex, dict[int, Lane], dict[str, int]] | None = None
+        self._exports: dict[TransportKind, dict[str, tuple[Offer, int]]] = {}
         self._kept: dict[PeerLink, frozenset[str]] = {}
         self._sources: SourceBuffers | None = None
         self._tensors: FlatTensors | None = None
@@ -130,6 +131,14 @@ class Sender:
             str(receiver): [digests[number] for number in lane.regions.tolist()] for receiver, lane in lanes.items()
         }
 
+    def prepare(self) -> None:
+        """What the transfer needs and can be done before receivers are ready: nothing of it is visible to them."""
+        _, sources, _ = self._bound()
+        for chosen in self._chosen.values():
+            kind = chosen[2]
+            if kind not in self._exports:
+                self._exports[kind] = self._export(kind, sources)
+
     def transfer(
         self, links: Mapping[int, PeerLink], nonce: str, failed: Callable[[PeerLink, WeftpubError], Sequence[PeerLink]]
     ) -> None:
@@ -149,17 +158,16 @@ class Sender:
                 kind = self._choose(links[receiver])
                 self._kinds[receiver] = kind
                 routes.append(Route(lane, links[receiver], kind))
-        exports: dict[TransportKind, dict[str, tuple[Offer, int]]] = {}
         for route in routes:
-            if route.kind not in exports:
-                exports[route.kind] = self._export(route.kind, sources)
-        self._keep_only(routes, exports)
+            if route.kind not in self._exports:
+                self._exports[route.kind] = self._export(route.kind, sources)
+        self._keep_only(routes)
         transfer = Transfer(
             sender=self.rank,
             version=self._version,
             nonce=nonce,
             tensors=tensors,
-            exports=exports,
+            exports=self._exports,
             pool=self._pool,
             seconds=self._deadlines.chunk,
             failed=lambda link, error: self._left_out(failed(link, error)),
@@ -196,14 +204,12 @@ class Sender:
                     self._reasons.setdefault(f"{kind}, in place", str(error))
         return exports
 
-    def _keep_only(
-        self, routes: Sequence[Route], exports: Mapping[TransportKind, Mapping[str, tuple[Offer, int]]]
-    ) -> None:
+    def _keep_only(self, routes: Sequence[Route]) -> None:
         """Have receivers let go of memory that they kept open and that is not shown any more: it has been replaced, and
         a mapping would keep the freed one from everybody."""
         due: dict[PeerLink, _Request] = {}
         for route in routes:
-            shown = frozenset(offer.allocation for offer, _ in exports[route.kind].values() if offer.keep)
+            shown = frozenset(offer.allocation for offer, _ in self._exports[route.kind].values() if offer.keep)
             gone = self._kept.get(route.link, frozenset()) - shown
             self._kept[route.link] = shown
             if gone:
@@ -226,6 +232,7 @@ class Sender:
     def end_publish(self) -> None:
         """Let go of the publish's tensors and of what its transports held for it."""
         self._sources = self._tensors = None
+        self._exports.clear()
         for transport in self._open.values():
             transport.end_publish()
         if self._open.pop("shared_memory", None) is not None:

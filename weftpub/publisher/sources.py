@@ -5,9 +5,10 @@ with all experts of a layer in one tensor) hands over the buffers and, once, whe
 publish looks at a few pointers instead of at thousands of tensors.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+from typing import cast
 
 import numpy as np
 import torch
@@ -21,6 +22,9 @@ from weftpub_kernels.pair import has_storage
 __all__ = ["SourceBuffers", "SourceIndex", "as_buffers"]
 
 _MASK = (1 << 64) - 1
+
+_Take = Callable[[Mapping[str, int]], tuple[int, ...]]
+type Integers = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,9 +121,7 @@ class SourceIndex:
         _check_sources(rank, self.shards, views)
         self._regions: dict[ViewSpec, int] = {}
         self._names: dict[int, str] = {}
-        self._last: tuple[frozenset[str], int, np.ndarray[tuple[int], np.dtype[np.int64]], tuple[str, ...]] | None = (
-            None
-        )
+        self._last: tuple[int, int, Integers, _Take] | None = None
         self._table: RegionTable | None = None
         self._needs: dict[str, tuple[int, str]] = {}
         for name, view in views.items():
@@ -162,27 +164,36 @@ class SourceIndex:
         result = np.zeros(len(regions), dtype=np.uint64)
         missing = np.ones(len(regions), dtype=np.bool_)
         if known:
-            numbers, names = self._given(known)
-            result[numbers] = _integers(known, names)
+            numbers, values = self._given(known)
+            result[numbers] = values
             missing[numbers] = False
         if missing.any():
             result[missing] = regions.checksums(tensors, scratch_bytes, np.flatnonzero(missing).tolist())
         return result
 
-    def _given(self, known: Mapping[str, int]) -> tuple["np.ndarray[tuple[int], np.dtype[np.int64]]", tuple[str, ...]]:
-        """Numbers and names of the regions whose checksums are in `known`; nearly always the same at every publish."""
+    def _given(self, known: Mapping[str, int]) -> "tuple[Integers, np.ndarray[tuple[int], np.dtype[np.uint64]]]":
+        """Numbers of the regions whose checksums are in `known`, and these; nearly always the same regions."""
         last = self._last
-        if last is None or last[1] != len(self._names) or len(last[0]) != len(known) or not last[0] >= known.keys():
-            unknown = sorted(known.keys() - self.views.keys())
-            if unknown:
-                raise PlanError(
-                    f"checksums were given for {len(unknown)} tensors that this sender rank does not publish: "
-                    f"{listing(unknown)}; give them by canonical name, of this rank's tensors only"
-                )
-            pairs = [(number, name) for number, name in self._names.items() if name in known]
-            numbers = np.array([number for number, _ in pairs], dtype=np.int64)
-            last = self._last = frozenset(known), len(self._names), numbers, tuple(name for _, name in pairs)
-        return last[2:]
+        if last is not None and (last[0], last[1]) == (len(known), len(self._names)):
+            try:
+                return last[2], _integers(last[3](known), len(last[2]))
+            except KeyError:
+                pass  # other names this time
+        unknown = sorted(known.keys() - self.views.keys())
+        if unknown:
+            raise PlanError(
+                f"checksums were given for {len(unknown)} tensors that this sender rank does not publish: "
+                f"{listing(unknown)}; give them by canonical name, of this rank's tensors only"
+            )
+        pairs = [(number, name) for number, name in self._names.items() if name in known]
+        numbers = np.array([number for number, _ in pairs], dtype=np.int64)
+        if not pairs:
+            return numbers, np.zeros(0, dtype=np.uint64)
+        names = [name for _, name in pairs]
+        take = cast(_Take, itemgetter(*names, names[0]))  # of two names at least it makes a tuple
+        if len({*names}) == len(known):
+            self._last = len(known), len(self._names), numbers, take
+        return numbers, _integers(take(known), len(numbers))
 
     def check(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """PlanError unless every buffer is there, has the dtype of its views and reaches to their last elements."""
@@ -222,12 +233,9 @@ def _check_sources(rank: int, shards: Mapping[str, Shard], views: Mapping[str, V
             )
 
 
-def _integers(known: Mapping[str, int], names: tuple[str, ...]) -> "np.ndarray[tuple[int], np.dtype[np.uint64]]":
-    """The known checksums of `names` modulo 2^64: they may be signed, as the kernels give them, or not."""
-    if not names:
-        return np.zeros(0, dtype=np.uint64)
-    values = itemgetter(*names, names[-1])(known)[:-1]  # of two names at least it always makes a tuple
+def _integers(values: tuple[int, ...], count: int) -> "np.ndarray[tuple[int], np.dtype[np.uint64]]":
+    """The first `count` checksums modulo 2^64: they may be signed, as the kernels give them, or not."""
     try:
-        return np.array(values, dtype=np.int64).view(np.uint64)
+        return np.fromiter(values, dtype=np.int64, count=count).view(np.uint64)
     except OverflowError:
-        return np.array([value & _MASK for value in values], dtype=np.uint64)
+        return np.array([value & _MASK for value in values[:count]], dtype=np.uint64)

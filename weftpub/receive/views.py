@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from weftpub.errors import ChecksumError, PlanError
-from weftpub.plan import ParameterSpec, PlanPart, check_views, dtype_name
+from weftpub.plan import PlanPart, check_views, torch_dtype
 from weftpub.plan.views import listing
 from weftpub.receive.copies import CopyPlans
 from weftpub.transport import CopyTable, FlatTensors
@@ -50,6 +50,7 @@ class BoundPlan:
                 f"the engine describes other layouts than its live tensors have: {listing(sorted(differing))}"
             )
         check_views(part.destinations, description.layout(), description.exempt)
+        self._expected = {s.name: (s.shape, s.stride, torch_dtype(s.dtype)) for s in self.layout.values()}
         self.names = tuple(dict.fromkeys(destination.view.param for destination in part.destinations))
 
     def bind(self, plans: CopyPlans, live: Mapping[str, torch.Tensor]) -> "ReceiveViews":
@@ -57,7 +58,7 @@ class BoundPlan:
         faults = [
             f"{name} ({self.layout[name]} planned, {_layout_of(live.get(name))} now)"
             for name in self.names
-            if not _same_layout(self.layout[name], live.get(name))
+            if not self.fits(name, live.get(name))
         ]
         if faults:
             raise PlanError(
@@ -65,6 +66,10 @@ class BoundPlan:
                 "and plan again"
             )
         return ReceiveViews(self, plans, live)
+
+    def fits(self, name: str, tensor: torch.Tensor | None) -> bool:
+        """Whether a tensor has the layout that was checked for the parameter `name`."""
+        return tensor is not None and (tensor.shape, tensor.stride(), tensor.dtype) == self._expected[name]
 
 
 class ReceiveViews:
@@ -107,7 +112,8 @@ class ReceiveViews:
             ChecksumError: bytes differ; names the tensors.
             PlanError: post-processing gave a parameter another layout.
         """
-        self._flat = self._bound.bind(self._plans, live)._flat
+        if not self._unchanged(live):
+            self._flat = self._bound.bind(self._plans, live)._flat
         found = self._plans.regions.checksums(self._flat, self._plans.table.limit)
         wrong = np.flatnonzero(found != expected)
         if len(wrong):
@@ -119,18 +125,18 @@ class ReceiveViews:
                 f"{len(wrong)} of {len(found)} pieces differ from what was sent: {listing(names, 4)}; publish again"
             )
 
+    def _unchanged(self, live: Mapping[str, torch.Tensor]) -> bool:
+        """Whether every parameter has the address and layout that these views have. They hold its memory, so at the
+        same address it is the same memory."""
+        for name, pointer in self._flat.pointers.items():
+            tensor = live.get(name)
+            if tensor is None or tensor.data_ptr() != pointer or not self._bound.fits(name, tensor):
+                return False
+        return True
+
     def sha256(self) -> tuple[str, ...]:
         """sha256 of every piece as it lies in the live parameters."""
         return tuple(self._plans.regions.sha256(self._flat))
-
-
-def _same_layout(spec: ParameterSpec, tensor: torch.Tensor | None) -> bool:
-    return (
-        tensor is not None
-        and spec.shape == tensor.shape
-        and spec.stride == tensor.stride()
-        and spec.dtype == dtype_name(tensor.dtype)
-    )
 
 
 def _layout_of(tensor: torch.Tensor | None) -> str:

@@ -140,7 +140,7 @@ class FlatTensors:
                 raise PlanError(
                     f"{name}: the plan uses this tensor, which is not there any more; describe and plan again"
                 )
-            if tensor.device.type not in ("cpu", "cuda") or tensor.layout is not torch.strided:
+            if not (tensor.is_cuda or tensor.is_cpu) or tensor.layout is not torch.strided:
                 raise PlanError(
                     f"{name}: {tensor.dtype} {list(tensor.shape)} is {tensor.layout} on {tensor.device}; expected a "
                     "dense tensor on a CPU or GPU"
@@ -153,7 +153,7 @@ class FlatTensors:
                     f"{name}: {tensor.dtype} {list(tensor.shape)} has no memory behind it, it was released; "
                     "bring it back (reload the store, or resume the engine's weights) before the publish"
                 )
-            self._tensors[name] = tensor.detach()
+            self._tensors[name] = tensor.detach()  # holds the memory, whatever becomes of the tensor's `.data`
         self.pointers = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
 
     @cached_property
