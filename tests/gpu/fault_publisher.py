@@ -17,10 +17,9 @@ import torch
 
 from weftpub.channel import Deadlines
 from weftpub.plan import Plan, torch_dtype
-from weftpub.publisher import Peer, Publisher, sender
+from weftpub.publisher import Peer, Publisher
 from weftpub.publisher.coordinator import Coordinator
 from weftpub.publisher.peers import PeerLink
-from weftpub.version import CommitRecord
 from weftpub.wire import messages as m
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -49,14 +48,14 @@ def die(*_: object, **__: object) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def arrange(fault: str, out: Path) -> None:
+def arrange(fault: str, out: Path, sources: dict[str, torch.Tensor]) -> None:
     """Break this process's own publisher."""
     sent = 0
-    post = PeerLink.post
+    post, transfer = PeerLink.post, Publisher._transfer
 
-    def counted(link: PeerLink, kind: Any, deadline: Any, **fields: object) -> int:
+    def counted(link: PeerLink, kind: Any, *arguments: Any, **fields: Any) -> int:
         nonlocal sent
-        number = post(link, kind, deadline, **fields)
+        number = post(link, kind, *arguments, **fields)
         if kind is m.ChunkMessage:
             sent += 1
             (out / "chunk-sent").touch()
@@ -67,26 +66,21 @@ def arrange(fault: str, out: Path) -> None:
                 time.sleep(0.5)
         return number
 
+    def flipped(publisher: Publisher, *arguments: Any) -> Any:
+        """After the checksums were computed, before the bytes are on their way."""
+        sources["model.norm.weight"].view(torch.uint8)[5] ^= 1
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+        return transfer(publisher, *arguments)
+
     if fault in ("killed-during", "slow"):
         PeerLink.post = counted  # type: ignore[method-assign]
     if fault == "killed-after":
-        CommitRecord.write = die  # type: ignore[method-assign]
+        Publisher._record = die  # type: ignore[method-assign]
     if fault == "killed-committed":
         Coordinator.commit = die  # type: ignore[method-assign]
     if fault == "flipped-byte":
-        # After the checksums were computed, and before the bytes are on their way.
-        waited = sender.wait_for_devices
-
-        def flip(devices: Any) -> None:
-            waited(devices)
-            SOURCES["model.norm.weight"].view(torch.uint8)[5] ^= 1
-            waited(devices)
-
-        FLIPPED.append(flip)
-
-
-FLIPPED: list[Any] = []
-SOURCES: dict[str, torch.Tensor] = {}
+        Publisher._transfer = flipped  # type: ignore[method-assign]
 
 
 def main() -> int:
@@ -96,18 +90,24 @@ def main() -> int:
     parser.add_argument("--fault", required=True)
     parser.add_argument("--version", type=int, required=True)
     parser.add_argument("--account", type=Path, required=True)
+    parser.add_argument("--go", type=Path, required=True, help="publish when this file is there")
     given = parser.parse_args()
     plan = Plan.from_json((given.out / "plan.json").read_text(encoding="utf-8"))
     peers = [Peer(*entry) for entry in json.loads((given.out / "peers.json").read_text(encoding="utf-8"))]
-    SOURCES.update(tensors(plan, given.version))
+    sources = tensors(plan, given.version)
     commit = given.out / "commit.json"
     waits = Deadlines.all(20.0)
 
     def make() -> Publisher:
         return Publisher(given.run, plan, peers, commit_path=commit, deadlines=waits, max_staging_bytes=STAGING)
 
+    arrange(given.fault, given.out, sources)
+    until = time.monotonic() + 300
+    while not given.go.exists():  # everything slow is done; publishers of different faults take turns
+        if time.monotonic() > until:
+            return 3
+        time.sleep(0.01)
     publisher = make()
-    arrange(given.fault, given.out)
     status, account = 0, {"error": ""}
     try:
         if given.fault == "killed-before":
@@ -115,15 +115,7 @@ def main() -> int:
             die()
         if given.fault == "stale":
             make().status()  # a later publisher takes over
-        if given.fault == "flipped-byte":
-            deliver = publisher._transfer
-
-            def transfer(*arguments: Any) -> Any:
-                FLIPPED[0](())
-                return deliver(*arguments)
-
-            publisher._transfer = transfer  # type: ignore[method-assign]
-        report = publisher.publish(given.version, SOURCES)
+        report = publisher.publish(given.version, sources)
         account = {"error": "", "transports": list(report.transports.values()), "ms": report.ms}
     except Exception as error:  # told to whoever asked for the fault
         status = 1
