@@ -18,8 +18,9 @@ from weftmoe.rundir import claim, settings_path
 from weftmoe.schema import Settings
 from weftpub import cli
 from weftpub.errors import ConfigError
+from weftpub_adapters.megatron.fields import ARCHITECTURE
 
-__all__ = ["launch", "main", "resolve", "torchrun_command"]
+__all__ = ["launch", "main", "require_driven", "resolve", "torchrun_command"]
 
 
 def launch(
@@ -69,6 +70,7 @@ def launch(
     if dry_run:
         print(" ".join(command))
         return
+    require_driven(settings)
     claim(settings, node_rank)
     _become(command, environment)
 
@@ -131,6 +133,24 @@ def torchrun_command(settings: Settings, *, node_rank: int = 0, master: str = "1
         command += [f"--nnodes={cluster.nodes}", f"--node-rank={node_rank}"]
         command += [f"--master-addr={host}", f"--master-port={port}"]
     return [*command, "--max-restarts=0", "-m", "weftmoe.worker", str(settings_path(settings.out, node_rank))]
+
+
+def require_driven(settings: Settings) -> None:
+    """Refuse, before an engine is started, what the loop does not drive.
+
+    Raises:
+        ConfigError: a model that the trainer does not build, or several machines or engines.
+    """
+    if settings.model.architecture != ARCHITECTURE:
+        raise ConfigError(
+            f"model.architecture={settings.model.architecture!r}: this configuration can be printed and planned, but "
+            f"the loop builds {ARCHITECTURE} only; choose such a checkpoint"
+        )
+    if settings.cluster.nodes > 1 or settings.rollout.engines > 1:
+        raise ConfigError(
+            f"cluster.nodes={settings.cluster.nodes}, rollout.engines={settings.rollout.engines}: the loop drives one "
+            "engine on one machine; set both to 1"
+        )
 
 
 def main() -> None:

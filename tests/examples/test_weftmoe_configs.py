@@ -3,6 +3,7 @@
 Rewrite the golden files with `pytest tests/examples/test_weftmoe_configs.py --update-golden`.
 """
 
+import ast
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -156,6 +157,25 @@ def test_the_scan_finds_a_repetition(tmp_path: Path) -> None:
 
 def test_every_file_is_used() -> None:
     assert {path for run in stacks() for path in run} == set(composed.CONFIGS.rglob("*.yaml"))
+
+
+# These say what stays off, and take no other value.
+OFF = {"model.mtp", "model.speculative"}
+
+
+def test_every_setting_is_read_somewhere() -> None:
+    # A key that nothing reads promises what does not happen.
+    about = {"schema.py", "settings.py", "checks.py", "needs.py"}
+    sources = [path for path in composed.CONFIGS.parent.rglob("*.py") if path.name not in about]
+    read = {
+        node.attr
+        for path in sources
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+    }
+    assert "unread" not in read
+    keys = {key for key, _ in leaves(full("fp8").model_dump(exclude={"roles"}))}
+    assert {key for key in keys if key.rpartition(".")[2] not in read} == OFF
 
 
 # Memory.

@@ -94,6 +94,22 @@ def test_a_run_that_does_not_fit_is_not_started(capsys: pytest.CaptureFixture[st
     assert run(*big, "--optimizer", "adamw") == 0
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model", "Qwen/Qwen3.5-35B-A3B-Base"), "can be printed and planned"),
+        (("--nodes", "2"), "one engine on one machine"),
+    ],
+)
+def test_what_the_loop_does_not_drive_is_planned_and_not_started(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run("fp8", *arguments, "--dry-run") == 0
+    assert run("fp8", *arguments, "--out", str(tmp_path / "run")) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_variable_of_the_shell_gives_way_and_that_is_said(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
