@@ -15,34 +15,43 @@ __all__ = ["apart", "expert_tensors", "fp8_tensors", "random_tensors", "shapes",
 
 def shapes(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and shape of every tensor of a BF16 checkpoint."""
-    hidden, head, vocabulary = config["hidden_size"], config["head_dim"], config["vocab_size"]
-    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    wide = config["moe_intermediate_size"]
+    hidden, vocabulary = config["hidden_size"], config["vocab_size"]
     yield "model.embed_tokens.weight", (vocabulary, hidden)
     for layer in range(config["num_hidden_layers"]):
-        at = f"model.layers.{layer}"
-        yield f"{at}.input_layernorm.weight", (hidden,)
         kind = config["layer_types"][layer] if "layer_types" in config else "full_attention"
-        yield from _attention(config, at, queries, keys) if kind == "full_attention" else _delta_net(config, at)
-        yield f"{at}.post_attention_layernorm.weight", (hidden,)
-        yield f"{at}.mlp.gate.weight", (config["num_experts"], hidden)
-        if "shared_expert_intermediate_size" in config:
-            shared = config["shared_expert_intermediate_size"]
-            yield f"{at}.mlp.shared_expert.gate_proj.weight", (shared, hidden)
-            yield f"{at}.mlp.shared_expert.up_proj.weight", (shared, hidden)
-            yield f"{at}.mlp.shared_expert.down_proj.weight", (hidden, shared)
-            yield f"{at}.mlp.shared_expert_gate.weight", (1, hidden)
-        for expert in range(config["num_experts"]):
-            yield f"{at}.mlp.experts.{expert}.gate_proj.weight", (wide, hidden)
-            yield f"{at}.mlp.experts.{expert}.up_proj.weight", (wide, hidden)
-            yield f"{at}.mlp.experts.{expert}.down_proj.weight", (hidden, wide)
+        yield from _layer(config, f"model.layers.{layer}", kind)
     yield "model.norm.weight", (hidden,)
+    if config.get("mtp_num_hidden_layers"):
+        yield "mtp.fc.weight", (hidden, 2 * hidden)
+        yield "mtp.pre_fc_norm_embedding.weight", (hidden,)
+        yield "mtp.pre_fc_norm_hidden.weight", (hidden,)
+        yield from _layer(config, "mtp.layers.0", "full_attention")
+        yield "mtp.norm.weight", (hidden,)
     if not config["tie_word_embeddings"]:
         yield "lm_head.weight", (vocabulary, hidden)
 
 
-def _attention(config: Mapping[str, Any], at: str, queries: int, keys: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _layer(config: Mapping[str, Any], at: str, kind: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, wide = config["hidden_size"], config["moe_intermediate_size"]
+    yield f"{at}.input_layernorm.weight", (hidden,)
+    yield from _attention(config, at) if kind == "full_attention" else _delta_net(config, at)
+    yield f"{at}.post_attention_layernorm.weight", (hidden,)
+    yield f"{at}.mlp.gate.weight", (config["num_experts"], hidden)
+    if "shared_expert_intermediate_size" in config:
+        shared = config["shared_expert_intermediate_size"]
+        yield f"{at}.mlp.shared_expert.gate_proj.weight", (shared, hidden)
+        yield f"{at}.mlp.shared_expert.up_proj.weight", (shared, hidden)
+        yield f"{at}.mlp.shared_expert.down_proj.weight", (hidden, shared)
+        yield f"{at}.mlp.shared_expert_gate.weight", (1, hidden)
+    for expert in range(config["num_experts"]):
+        yield f"{at}.mlp.experts.{expert}.gate_proj.weight", (wide, hidden)
+        yield f"{at}.mlp.experts.{expert}.up_proj.weight", (wide, hidden)
+        yield f"{at}.mlp.experts.{expert}.down_proj.weight", (hidden, wide)
+
+
+def _attention(config: Mapping[str, Any], at: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden, head = config["hidden_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     gated = 2 if config.get("attn_output_gate") else 1
     yield f"{at}.self_attn.q_proj.weight", (gated * queries, hidden)
     yield f"{at}.self_attn.k_proj.weight", (keys, hidden)
@@ -101,8 +110,8 @@ def random_tensors(config: Mapping[str, Any], seed: int = 0) -> dict[str, torch.
 
 
 def expert_tensors(config: Mapping[str, Any]) -> list[str]:
-    """Names of the routed experts' weights."""
-    return [name for name, _ in shapes(config) if ".mlp.experts." in name]
+    """Names of the routed experts' weights; those of multi-token prediction are in no store."""
+    return [name for name, _ in shapes(config) if ".mlp.experts." in name and not name.startswith("mtp.")]
 
 
 def fp8_tensors(config: Mapping[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:

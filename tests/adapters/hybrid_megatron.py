@@ -45,6 +45,7 @@ def hybrid_config(config: Mapping[str, Any]) -> Any:
         moe_shared_expert_intermediate_size=config["shared_expert_intermediate_size"],
         moe_shared_expert_gate=True,
         moe_token_dispatcher_type="alltoall",
+        mtp_num_layers=config.get("mtp_num_hidden_layers"),
         moe_grouped_gemm=False,
         bf16=True,
         params_dtype=torch.bfloat16,
@@ -60,6 +61,7 @@ def hybrid_config(config: Mapping[str, Any]) -> Any:
 
 def build_hybrid(config: Mapping[str, Any]) -> Any:
     """Megatron's Float16Module around the GPTModel, parameters uninitialised."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.ssm.gated_delta_net import common
     from megatron.core.transformer.module import Float16Module
@@ -69,6 +71,7 @@ def build_hybrid(config: Mapping[str, Any]) -> Any:
     settings = hybrid_config(config)
     interval = config["full_attention_interval"]
     layers = [_layer_spec(config, full=(layer + 1) % interval == 0) for layer in range(settings.num_layers)]
+    mtp = get_gpt_mtp_block_spec(settings, layers[-1], False) if settings.mtp_num_layers else None
     with mock.patch.object(common, "HAVE_FLA", True):
         model = GPTModel(
             settings,
@@ -76,6 +79,7 @@ def build_hybrid(config: Mapping[str, Any]) -> Any:
             vocab_size=config["vocab_size"],
             max_sequence_length=config["max_position_embeddings"],
             position_embedding_type="rope",
+            mtp_block_spec=mtp,
             share_embeddings_and_output_weights=config["tie_word_embeddings"],
         )
     # Local norms know no zero-centred weight, so the flag comes after they are made: it says what the weights mean.

@@ -113,6 +113,7 @@ class Layout:
         model: what the model changes of `base`.
         redundant: slots beyond the experts in each layer.
         slots: for each layer the expert of every slot of all ranks; None deals them in order.
+        draft: whether a draft model predicts further tokens.
     """
 
     tp: int
@@ -123,6 +124,7 @@ class Layout:
     base: Mapping[str, Any] = field(default_factory=lambda: BASE)
     redundant: int = 0
     slots: tuple[tuple[int, ...], ...] | None = None
+    draft: bool = False
 
     @property
     def config(self) -> dict[str, Any]:
@@ -144,6 +146,7 @@ class Layout:
             "format": self.format,
             "redundant_experts": self.redundant,
             "physical_to_logical": self.slots,
+            "draft": self.draft,
         }
 
 
@@ -180,6 +183,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "hybrid-tp6-ep6": Layout(6, 6, base=HYBRID, model=_HYBRID_SIXES),
     "hybrid-tp8-ep8-dp4": Layout(8, 8, attention_dp=4, base=HYBRID),
     "hybrid-tp2-ep2-multimodal": Layout(2, 2, base=MULTIMODAL),
+    "hybrid-tp4-ep2-dp2-mtp": Layout(4, 2, attention_dp=2, base=HYBRID, model={"mtp_num_hidden_layers": 1}, draft=True),
     "hybrid-tp2-bf16-tied": Layout(2, 1, format="bf16", base=HYBRID, model={"tie_word_embeddings": True}),
 }
 

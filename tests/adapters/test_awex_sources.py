@@ -47,8 +47,22 @@ def load_hybrid(model: Any, config: Mapping[str, Any], tensors: Mapping[str, tor
     parameters["decoder.final_layernorm.weight"].copy_(tensors["model.norm.weight"])
     if "output_layer.weight" in parameters:
         parameters["output_layer.weight"].copy_(tensors["lm_head.weight"])
-    for layer, kind in enumerate(config["layer_types"]):
-        here, there = f"decoder.layers.{layer}", f"model.layers.{layer}"
+    layers = [(f"decoder.layers.{n}", f"model.layers.{n}", kind) for n, kind in enumerate(config["layer_types"])]
+    if config.get("mtp_num_hidden_layers"):
+        layers.append(("mtp.layers.0.mtp_model_layer", "mtp.layers.0", "full_attention"))
+        for megatron, hugging_face in (
+            ("eh_proj", "fc"), ("enorm", "pre_fc_norm_embedding"), ("hnorm", "pre_fc_norm_hidden"),
+            ("final_layernorm", "norm"),
+        ):  # fmt: skip
+            parameters[f"mtp.layers.0.{megatron}.weight"].copy_(tensors[f"mtp.{hugging_face}.weight"])
+        for expert in range(config["num_experts"]):
+            gate, up, down = (
+                tensors[f"mtp.layers.0.mlp.experts.{expert}.{part}_proj.weight"] for part in ("gate", "up", "down")
+            )
+            held = f"mtp.layers.0.mtp_model_layer.mlp.experts.local_experts.{expert}"
+            parameters[f"{held}.linear_fc1.weight"].copy_(torch.cat([gate, up]))
+            parameters[f"{held}.linear_fc2.weight"].copy_(down)
+    for here, there, kind in layers:
 
         def hf(name: str, there: str = there) -> torch.Tensor:
             return tensors[f"{there}.{name}"]
@@ -95,16 +109,16 @@ def hybrid(format: str = "fp8", **changes: Any) -> tuple[Any, ExpertStore, dict[
 
 
 def dense_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    return {n: tensor for n, tensor in tensors.items() if ".experts." not in n or n.startswith("mtp.")}
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_hybrid_model_comes_back_out_as_its_checkpoint(tied: bool) -> None:
+@pytest.mark.parametrize(("tied", "mtp"), [(False, 0), (True, 0), (False, 1)])
+def test_a_hybrid_model_comes_back_out_as_its_checkpoint(tied: bool, mtp: int) -> None:
     """Bridge packs the checkpoint into Megatron's parameters, AWEX and this adapter take it apart again, every bit in
     its place; A_log, which a trainer keeps in BF16, is FP32 as engines want it."""
     from weftpub_adapters.awex import canonical_sources
 
-    model, store, config = hybrid(tie_word_embeddings=tied)
+    model, store, config = hybrid(tie_word_embeddings=tied, mtp_num_hidden_layers=mtp)
     tensors = random_tensors(config)
     if not tied:
         tensors["lm_head.weight"] = torch.randn(config["vocab_size"], config["hidden_size"]).to(torch.bfloat16)

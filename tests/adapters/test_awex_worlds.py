@@ -149,6 +149,7 @@ def test_any_world_publishes_to_any_other(train: int, rollout: int) -> None:
         ("tp2-redundant", 2),
         ("hybrid-tp3", 2),
         ("hybrid-tp4-ep2-dp2", 8),
+        ("hybrid-tp4-ep2-dp2-mtp", 2),
         ("hybrid-tp6-ep6", 3),
         ("hybrid-tp8-ep8-dp4", 4),
     ],
@@ -164,6 +165,22 @@ def test_dense_tensors_come_from_all_trainer_ranks() -> None:
     """Every trainer rank holds them, so the work of sending them is shared."""
     moves = [move for move in plan("world-8", 4).moves if move.name == "model.norm.weight"]
     assert [(move.recv_rank, move.send_rank) for move in moves] == [(rank, rank % 4) for rank in range(8)]
+
+
+def test_multi_token_prediction_is_published_where_engines_have_it() -> None:
+    """Whoever trains it may serve without; its experts are BF16, because no store holds them."""
+    from weftpub_adapters.awex import build_plan, engine_shards
+
+    name = "hybrid-tp4-ep2-dp2-mtp"
+    trainer = trainer_world(name, 2)
+    sent = {shard.name: shard.dtype for shard in plan(name, 2).sources if shard.name.startswith("mtp.")}
+    assert sent["mtp.layers.0.mlp.experts.7.up_proj.weight"] == "bfloat16"
+    assert {"mtp.fc.weight", "mtp.norm.weight", "mtp.layers.0.self_attn.q_proj.weight"} <= sent.keys()
+    made = build_plan(trainer, engine_shards(descriptions()["hybrid-tp4-ep2-dp2"]))
+    require_once(made)
+    assert not [shard for shard in made.sources if shard.name.startswith("mtp.")]
+    with pytest.raises(PlanError, match=r"extra_on_infer=\['mtp\.fc\.weight'"):
+        build_plan(trainer_world("hybrid-tp4-ep2-dp2", 2), engine_shards(descriptions()[name]))
 
 
 def test_a_trainer_whose_store_holds_other_experts_is_refused() -> None:

@@ -86,6 +86,26 @@ def test_linears_say_how_many_ranks_split_them() -> None:
     assert sizes["model.layers.0.mlp.shared_expert.down_proj"] == layout.tp
 
 
+def test_a_draft_is_described_with_its_target() -> None:
+    """Embedding and head are the target's; experts are BF16 whatever the target's are."""
+    (description, *_) = describe("hybrid-tp4-ep2-dp2-mtp")
+    names = [spec.name for spec in description.parameters]
+    assert names.count("model.embed_tokens.weight") == names.count("lm_head.weight") == 1
+    assert {"draft.fc.weight", "draft.model.layers.0.mlp.experts.w13_weight"} <= set(names)
+    assert not [name for name in names if name.startswith("draft.") and ("embed_tokens" in name or "lm_head" in name)]
+    assert description.settings["format"] == "fp8"
+    dtypes = {spec.name: spec.dtype for spec in description.parameters}
+    assert dtypes["draft.model.layers.0.mlp.experts.w13_weight"] == "bfloat16"
+    assert "mtp" in unquantized_modules(LAYOUTS["hybrid-tp4-ep2-dp2-mtp"].config)
+
+
+def test_a_drafts_redundant_slots_are_refused() -> None:
+    layout = LAYOUTS["hybrid-tp4-ep2-dp2-mtp"]
+    served = build_model(layout.config, **{**layout.request(0), "redundant_experts": 2})
+    with pytest.raises(ConfigError, match=r"draft\.model\.layers\.0\.mlp\.experts: .*2 slots.*no map"):
+        describe_model(served, engine="engine")
+
+
 def test_a_shared_expert_fused_into_the_routed_ones_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     served = build_model(HYBRID)
     monkeypatch.setattr(served.model.model.layers[2].mlp.experts, "num_fused_shared_experts", 1)
@@ -221,6 +241,7 @@ def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch, found: str)
         ({}, {"redundant_experts": 1, "tp_size": 2, "ep_size": 2}, ConfigError, "1 redundant slots cannot be dealt"),
         ({}, {"physical_to_logical": [[0] * 8] * 2}, ConfigError, "name every expert from 0 to 7"),
         ({}, {"physical_to_logical": [list(range(8))]}, ConfigError, "expected 2 rows of 8 slots"),
+        ({}, {"draft": True}, ConfigError, "Qwen3MoeForCausalLM with mtp_num_hidden_layers=None has no draft"),
     ],
 )
 def test_requests_that_cannot_be_served_are_refused(

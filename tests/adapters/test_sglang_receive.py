@@ -91,7 +91,8 @@ def test_published_parameters_are_those_of_sglangs_own_loader(name: str, plans: 
         for parameter in loaded.served.model.parameters():
             bits(parameter.data).zero_()
         with loaded.served.active():
-            loaded.served.model.load_weights((names.to_checkpoint(key), t.clone()) for key, t in tensors.items())
+            for model in filter(None, (loaded.served.target, getattr(loaded.served.model, "draft", None))):
+                model.load_weights((names.to_checkpoint(key), t.clone()) for key, t in tensors.items())
             for module in loaded.served.model.modules():
                 if getattr(module, "quant_method", None) is not None:
                     module.quant_method.process_weights_after_loading(module)

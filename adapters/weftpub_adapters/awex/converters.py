@@ -6,6 +6,7 @@ and what comes back is a view of the store. Where AWEX fuses tensors for one eng
 delta nets), the parts travel apart here, because a part, unlike a fusion, means the same for every number of ranks.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -22,6 +23,22 @@ __all__ = ["MATRICES", "EngineRules", "MatrixTensors", "engine_converter", "trai
 # Key of the trainer's settings under which the converter finds its experts.
 MATRICES = "weftpub_matrices"
 _SCALE = "_scale_inv"
+# Multi-token prediction: Megatron's module of the trained layer, an engine's of the draft model, and what they hold
+# beside a decoder layer.
+_MTP_LAYER = re.compile(r"(?:language_model\.)?mtp\.layers\.(\d+)\.(?:(?:mtp_model_layer|transformer_layer)\.)?(.+)")
+_MTP_TRAINER = {
+    "eh_proj.weight": "mtp.fc.weight",
+    "enorm.weight": "mtp.pre_fc_norm_embedding.weight",
+    "hnorm.weight": "mtp.pre_fc_norm_hidden.weight",
+    "final_layernorm.weight": "mtp.norm.weight",
+}
+_MTP_ENGINE = {
+    "fc.weight": "mtp.fc.weight",
+    "pre_fc_norm_embedding.weight": "mtp.pre_fc_norm_embedding.weight",
+    "pre_fc_norm_hidden.weight": "mtp.pre_fc_norm_hidden.weight",
+    "model.norm.weight": "mtp.norm.weight",
+}
+_DRAFT = "draft."
 # Rows of a gated delta net's input projection, and channels of its convolution, top to bottom.
 _GDN_IN = ("in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z", "in_proj_b", "in_proj_a")
 _GDN_CONV = ("conv1d_q", "conv1d_k", "conv1d_v")
@@ -75,6 +92,9 @@ def trainer_converter(base: Base) -> type:
         """Yields (name, W) and (name + "_scale_inv", scale) for routed experts, AWEX's conversion for the rest."""
 
         def convert_param(self, name: str, parameter: torch.Tensor, vp_stage: int | None = None) -> _Named:
+            mtp = _MTP_LAYER.fullmatch(_plain(name))
+            if mtp is not None:
+                return self._convert_mtp(mtp[1], mtp[2], parameter, vp_stage)
             place = _expert_place(name)
             if place is None or self.infer_conf[MATRICES] is None:
                 return super().convert_param(_te_name(name), parameter, vp_stage=vp_stage)
@@ -84,6 +104,13 @@ def trainer_converter(base: Base) -> type:
                 scales = super().convert_param(name, tensors.scale, vp_stage=vp_stage)
                 converted += [(scale_name + _SCALE, scale) for scale_name, scale in scales]
             return converted
+
+        def _convert_mtp(self, layer: str, rest: str, parameter: torch.Tensor, vp_stage: int | None) -> _Named:
+            """A layer of multi-token prediction is a decoder layer, and four tensors more; AWEX leaves it out."""
+            if rest in _MTP_TRAINER:
+                return [(_MTP_TRAINER[rest], parameter)]
+            converted = super().convert_param(_te_name(f"decoder.layers.0.{rest}"), parameter, vp_stage=vp_stage)
+            return [(n.replace("model.layers.0.", f"mtp.layers.{layer}.", 1), part) for n, part in converted]
 
     return _taken_apart(FromStore) if base.hybrid else FromStore
 
@@ -134,13 +161,22 @@ def engine_converter(base: Base) -> type:
         """Returns views of the engine's parameters only."""
 
         def convert_param(self, name: str, parameter: torch.Tensor) -> _Named:
-            shard = self.infer_engine_config.vocabulary.get(name)
+            if not name.startswith(_DRAFT):
+                return self._convert_one(name, name, parameter)
+            inner = name.removeprefix(_DRAFT)
+            if inner in _MTP_ENGINE:
+                return [(_MTP_ENGINE[inner], parameter)]
+            converted = self._convert_one(name, inner, parameter)
+            return [(found.replace("model.layers.", "mtp.layers.", 1), view) for found, view in converted]
+
+        def _convert_one(self, parameter_name: str, name: str, parameter: torch.Tensor) -> _Named:
+            """`name` is the parameter's in its own model, target or draft; AWEX knows targets."""
+            shard = self.infer_engine_config.vocabulary.get(parameter_name)
             if shard is not None:
                 rows = shard["end"] - shard["start"]
                 # padding only: the vocabulary ends on an earlier rank
                 return super().convert_param(name, parameter.narrow(0, 0, rows)) if rows else []
-            module = name.rpartition(".")[0]
-            slots = self.infer_engine_config.slots.get(module)
+            slots = self.infer_engine_config.slots.get(parameter_name.rpartition(".")[0])
             if slots is None:
                 return super().convert_param(name, parameter)
             if len(slots) != parameter.shape[0]:
@@ -254,17 +290,20 @@ def _registered(base: Base, side: str) -> Any:
 
 def _expert_place(name: str) -> tuple[int, int, str] | None:
     """(layer, local expert, projection) of a routed expert's weight, None for everything else."""
-    parts = [part for part in name.split(".") if part != "module"]
-    if parts[0] == "language_model":
-        del parts[0]
+    parts = _plain(name).removeprefix("language_model.").split(".")
     match parts:
         case ["decoder", "layers", layer, "mlp", "experts", "local_experts", expert, linear, "weight"]:
             return int(layer), int(expert), {"linear_fc1": "fc1", "linear_fc2": "fc2"}[linear]
         case ["decoder", "layers", layer, "mlp", "experts", ("linear_fc1" | "linear_fc2") as linear, weight]:
             return int(layer), int(weight.removeprefix("weight")), {"linear_fc1": "fc1", "linear_fc2": "fc2"}[linear]
-    if ".mlp.experts." in name and "decoder" in parts[:1]:
+    if ".mlp.experts." in name:
         raise PlanError(f"{name}: a routed expert's parameter that this adapter cannot publish")
     return None
+
+
+def _plain(name: str) -> str:
+    """Without the prefixes of Megatron's wrappers."""
+    return ".".join(part for part in name.split(".") if part != "module")
 
 
 def _te_name(name: str) -> str:

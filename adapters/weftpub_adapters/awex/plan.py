@@ -17,7 +17,7 @@ from weftpub_adapters.awex.trainer import PublishedStore, TrainerShards, trainer
 
 __all__ = ["build_plan", "plan_is_current", "plan_publish"]
 
-_HEAD = "lm_head.weight"
+_HEAD, _MTP = "lm_head.weight", "mtp."
 
 
 def plan_publish(
@@ -43,12 +43,19 @@ def build_plan(trainer: TrainerShards, engine: EngineShards) -> Plan:
             scale would be split.
     """
     served = {destination.shard.name for destination in engine.destinations}
-    # A tied head that engines do not hold apart is the embedding: it is published once.
-    untied = trainer.without(_HEAD) if trainer.tied and _HEAD not in served else trainer
+    # A tied head that engines do not hold apart is the embedding: it is published once. Multi-token prediction is
+    # published where engines have a draft model.
+    drafted = any(name.startswith(_MTP) for name in served)
+    needless = {
+        meta.name
+        for meta in trainer.metas
+        if (meta.name == _HEAD and trainer.tied and _HEAD not in served) or (meta.name.startswith(_MTP) and not drafted)
+    }
+    published = trainer.without(needless) if needless else trainer
     with entered():
-        moves = tuple(move for kind in engine.kinds for move in _moves(untied, kind, engine.world_size))
+        moves = tuple(move for kind in engine.kinds for move in _moves(published, kind, engine.world_size))
     plan = Plan(
-        sources=untied.shards,
+        sources=published.shards,
         destinations=engine.destinations,
         moves=moves,
         layouts={description.rank: description.layout_digest for description in engine.descriptions},

@@ -1,6 +1,6 @@
 """The trainer's side: what every rank holds, by AWEX's real resolver."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -70,9 +70,9 @@ class TrainerShards:
             for shard in meta.shards
         )
 
-    def without(self, name: str) -> "TrainerShards":
-        """The same, but for one tensor."""
-        return replace(self, metas=[meta for meta in self.metas if meta.name != name])
+    def without(self, names: Collection[str]) -> "TrainerShards":
+        """The same, but for some tensors."""
+        return replace(self, metas=[meta for meta in self.metas if meta.name not in names])
 
 
 def trainer_shards(model: Any, store: PublishedStore | None, hf_config: Mapping[str, Any]) -> TrainerShards:

@@ -8,6 +8,7 @@ an engine process.
 from weftpub_adapters.sglang.build import ServedModel, build_model
 from weftpub_adapters.sglang.derived import kept_parameters, post_process_weights
 from weftpub_adapters.sglang.describe import describe_live, describe_model, plain_config
+from weftpub_adapters.sglang.draft import with_draft
 from weftpub_adapters.sglang.engine import SGLangEngine
 from weftpub_adapters.sglang.parallel import ParallelSizes, parallel_sizes
 from weftpub_adapters.sglang.placement import expert_slots, placement_digest, require_placement
@@ -36,4 +37,5 @@ __all__ = [
     "require_placement",
     "require_supported",
     "unquantized_modules",
+    "with_draft",
 ]

@@ -14,9 +14,10 @@ import torch
 from weftpub.errors import ConfigError, PlanError
 from weftpub.plan import require_legal_tp
 from weftpub_adapters.sglang.context import worker_context
+from weftpub_adapters.sglang.draft import DRAFT, with_draft
 from weftpub_adapters.sglang.parallel import ParallelSizes
 from weftpub_adapters.sglang.placement import place_experts
-from weftpub_adapters.sglang.quantized import MODELS, check_scheme, make_model, quant_config
+from weftpub_adapters.sglang.quantized import MODELS, check_scheme, make_draft, make_model, quant_config
 from weftpub_adapters.sglang.support import check_backends, require_supported
 
 __all__ = ["ServedModel", "build_model"]
@@ -30,13 +31,14 @@ class ServedModel:
     """One rank's model.
 
     Attributes:
-        model: SGLang's own class of the architecture.
+        model: SGLang's own class of the architecture, with its draft if one was asked for.
         parallel: real sizes and ranks.
         hf_config: the `config.json` that it was built from, as plain data.
         format: "fp8" (routed experts only) or "bf16".
         device: where its parameters live.
         backends: runner and data mover of the routed experts.
         context: SGLang's runtime context, needed by whatever runs the model's code.
+        target: the model without its draft.
     """
 
     model: torch.nn.Module
@@ -46,6 +48,7 @@ class ServedModel:
     device: torch.device
     backends: Mapping[str, str]
     context: Any
+    target: torch.nn.Module
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -78,6 +81,7 @@ def build_model(
     moe_runner_backend: str = "triton",
     redundant_experts: int = 0,
     physical_to_logical: Sequence[Sequence[int]] | None = None,
+    draft: bool = False,
 ) -> ServedModel:
     """Build one rank's model with uninitialised weights.
 
@@ -93,6 +97,7 @@ def build_model(
         redundant_experts: slots beyond the model's experts in each layer (`--ep-num-redundant-experts`).
         physical_to_logical: for each layer the expert of every slot of all ranks, as SGLang's expert load balancing
             would have placed them. By default slot i holds expert i modulo their number.
+        draft: also build the draft model of multi-token prediction, in BF16, as `model.draft`.
 
     Raises:
         ConfigError: the version, a backend or a size is not supported. PlanError: the sizes split an expert inside a
@@ -102,21 +107,22 @@ def build_model(
     check_backends(moe_runner_backend)
     config = dict(hf_config)
     _check_request(config, tp_size, ep_size, rank, attention_dp, format, redundant_experts)
-    target = torch.device(device)
+    place = torch.device(device)
     scheme = quant_config(config, format)
     with worker_context(
         tp_size=tp_size,
         ep_size=ep_size,
         rank=rank,
         attention_dp=attention_dp,
-        device=target,
+        device=place,
         moe_runner_backend=moe_runner_backend,
         redundant_experts=redundant_experts,
     ) as worker:
-        model = make_model(config, scheme)
+        target = make_model(config, scheme)
+        model = with_draft(target, make_draft(config, scheme, target) if draft else None)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    served = ServedModel(model.eval(), worker.parallel, config, format, target, worker.backends, worker.context)
+    served = ServedModel(model.eval(), worker.parallel, config, format, place, worker.backends, worker.context, target)
     _check_formats(served)
     if redundant_experts or physical_to_logical is not None:
         served.place_experts(physical_to_logical)
@@ -189,7 +195,7 @@ def _check_formats(served: ServedModel) -> None:
     expert_dtype = torch.float8_e4m3fn if served.format == "fp8" else torch.bfloat16
     for name, parameter in served.model.named_parameters():
         scale = name.endswith("_scale_inv")
-        if ".mlp.experts." in name:
+        if ".mlp.experts." in name and not name.startswith(f"{DRAFT}."):
             fit = (torch.float32 if scale else expert_dtype,)
         else:  # SGLang keeps a few vectors in FP32
             fit = () if scale else (torch.bfloat16, torch.float32)

@@ -13,6 +13,7 @@ from weftpub.errors import ConfigError
 from weftpub.receive import EngineDescription, parameter_specs
 from weftpub_adapters.sglang.build import ServedModel
 from weftpub_adapters.sglang.derived import kept_parameters
+from weftpub_adapters.sglang.draft import DRAFT
 from weftpub_adapters.sglang.parallel import parallel_sizes
 from weftpub_adapters.sglang.placement import expert_slots, placement_digest
 from weftpub_adapters.sglang.support import require_supported
@@ -64,7 +65,7 @@ def describe_live(
     """Describe the rank whose runtime context is SGLang's current one: call it in a worker, on the model it serves.
 
     Args:
-        model: the live model.
+        model: the live model; with its draft, if it has one (`with_draft`).
         hf_config: its `config.json` as plain data, see `plain_config`.
         engine: name that all ranks of the engine share.
         rank: receiver rank in the plan, counted through all engines; by default the rank inside this engine.
@@ -118,7 +119,8 @@ def live_backends() -> dict[str, str]:
 
 def _format(model: torch.nn.Module) -> str:
     """ "fp8" or "bf16", whichever the routed experts are; ConfigError if layers differ or are something else."""
-    dtypes = {p.dtype for name, p in model.named_parameters() if name.endswith(("w13_weight", "w2_weight"))}
+    experts = {name: p for name, p in model.named_parameters() if name.endswith(("w13_weight", "w2_weight"))}
+    dtypes = {p.dtype for name, p in experts.items() if not name.startswith(f"{DRAFT}.")}
     known = {torch.float8_e4m3fn: "fp8", torch.bfloat16: "bf16"}
     if len(dtypes) != 1 or not dtypes <= known.keys():
         raise ConfigError(f"routed experts are {sorted(map(str, dtypes))}, expected float8_e4m3fn or bfloat16 alone")
@@ -159,9 +161,10 @@ def vocabulary_shards(model: torch.nn.Module) -> dict[str, Any]:
     """
     from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+    named = dict(model.named_parameters())  # what a draft shares with its target is there once
     shards: dict[str, Any] = {}
     for name, module in model.named_modules():
-        if isinstance(module, VocabParallelEmbedding):
+        if isinstance(module, VocabParallelEmbedding) and f"{name}.weight" in named:
             indices = module.shard_indices
             shards[f"{name}.weight"] = {
                 "start": indices.org_vocab_start_index,

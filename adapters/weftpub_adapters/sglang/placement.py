@@ -28,10 +28,13 @@ def expert_slots(model: torch.nn.Module) -> dict[str, list[int]]:
     """
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+    from sglang.srt.runtime_context import get_exec
 
-    metadata = get_global_expert_location_metadata()
+    metadata, redundant = get_global_expert_location_metadata(), get_exec().moe.ep_num_redundant_experts
     return {
-        name: _slots(name, module, metadata) for name, module in model.named_modules() if isinstance(module, FusedMoE)
+        name: _slots(name, module, metadata, redundant)
+        for name, module in model.named_modules()
+        if isinstance(module, FusedMoE)
     }
 
 
@@ -70,7 +73,7 @@ def place_experts(
     from sglang.srt.eplb import expert_location
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
-    layers = [module for module in model.modules() if isinstance(module, FusedMoE)]
+    layers = [module for module in model.modules() if isinstance(module, FusedMoE) and module.uses_expert_location]
     experts = model.config.get_text_config().num_experts
     slots = layers[0].num_local_experts * parallel.moe_ep_size
     if physical_to_logical is None:
@@ -94,7 +97,7 @@ def place_experts(
     )
 
 
-def _slots(name: str, module: Any, metadata: Any) -> list[int]:
+def _slots(name: str, module: Any, metadata: Any, redundant: int) -> list[int]:
     if module.num_fused_shared_experts:
         raise ConfigError(
             f"{name}: {module.num_fused_shared_experts} shared experts are fused into the routed experts' tensors; "
@@ -103,6 +106,11 @@ def _slots(name: str, module: Any, metadata: Any) -> list[int]:
     held = module.num_local_experts
     first = module.moe_ep_rank * held
     if metadata is None or not module.uses_expert_location or module.layer_id >= metadata.num_layers:
+        if redundant:
+            raise ConfigError(
+                f"{name}: SGLang added {redundant} slots for redundant experts, and no map says what they hold; draft "
+                "models are published to without ep_num_redundant_experts only"
+            )
         return list(range(first, first + held))
     row = metadata.physical_to_logical_map_cpu[module.layer_id]
     if first + held > len(row):

@@ -23,7 +23,15 @@ from weftpub.checkpoint.scheme import quantization_config as scheme_of
 from weftpub.errors import ConfigError
 from weftpub_adapters.sglang.context import worker_context
 
-__all__ = ["MODELS", "check_scheme", "make_model", "quant_config", "quantization_config", "unquantized_modules"]
+__all__ = [
+    "MODELS",
+    "check_scheme",
+    "make_draft",
+    "make_model",
+    "quant_config",
+    "quantization_config",
+    "unquantized_modules",
+]
 
 Format = Literal["fp8", "bf16"]
 
@@ -35,6 +43,11 @@ MODELS: Mapping[str, str] = MappingProxyType(
         "Qwen3_5MoeForConditionalGeneration": "sglang.srt.models.qwen3_5",
     }
 )
+_DRAFTS = dict.fromkeys(
+    ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
+    ("sglang.srt.models.qwen3_5_mtp", "Qwen3_5ForCausalLMMTP"),
+)
+_MTP_LAYERS = "mtp_num_hidden_layers"
 
 
 def quantization_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,7 +58,8 @@ def quantization_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unquantized_modules(hf_config: Mapping[str, Any]) -> list[str]:
-    """Checkpoint names of every module with a matrix outside the routed experts, sorted.
+    """Checkpoint names of every module with a matrix outside the routed experts, sorted. Multi-token prediction is left
+    in BF16 as a whole, experts included: its experts are in no store.
 
     Raises:
         ConfigError: the architecture is not supported.
@@ -57,6 +71,30 @@ def unquantized_modules(hf_config: Mapping[str, Any]) -> list[str]:
 def make_model(hf_config: Mapping[str, Any], scheme: Any) -> torch.nn.Module:
     """SGLang's model of a config, in the current `worker_context`."""
     return _model_class(hf_config)(_transformers_config(hf_config), quant_config=scheme)
+
+
+def make_draft(hf_config: Mapping[str, Any], scheme: Any, target: Any) -> torch.nn.Module:
+    """The draft model of multi-token prediction, in the current `worker_context`; it shares embedding and head with the
+    target, as SGLang's workers do.
+
+    Raises:
+        ConfigError: the model has no such layers, or its architecture is not supported with them.
+    """
+    text = {**hf_config, **(hf_config.get("text_config") or {})}
+    architecture = (hf_config.get("architectures") or [None])[0]
+    if not text.get(_MTP_LAYERS) or architecture not in _DRAFTS:
+        raise ConfigError(
+            f"draft=True, but {architecture} with {_MTP_LAYERS}={text.get(_MTP_LAYERS)!r} has no draft model here; "
+            f"supported with one are {', '.join(_DRAFTS)}"
+        )
+    from sglang.srt.layers.moe.utils import draft_model_build_scope
+
+    module, name = _DRAFTS[architecture]
+    with draft_model_build_scope():
+        draft = getattr(importlib.import_module(module), name)(_transformers_config(hf_config), quant_config=scheme)
+    draft.model.embed_tokens.weight = target.model.embed_tokens.weight
+    draft.lm_head.weight = target.lm_head.weight
+    return draft
 
 
 def quant_config(hf_config: Mapping[str, Any], format: Format) -> Any:
@@ -108,7 +146,9 @@ def _asked(config: str) -> tuple[str, ...]:
         if ".mlp.experts" not in path and _has_matrix(module)
         for name in _unpacked(asked.get(id(module)) or family.to_checkpoint(path), packed)
     }
-    return tuple(excluded_modules(family, matrices, {}))
+    text = {**hf_config, **(hf_config.get("text_config") or {})}
+    draft = ["mtp"] if text.get(_MTP_LAYERS) else []
+    return tuple(sorted([*excluded_modules(family, matrices, {}), *draft]))
 
 
 def _has_matrix(module: torch.nn.Module) -> bool:
