@@ -52,7 +52,9 @@ either."""
 
 _LENGTH = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
-_LOW = 1 << 40  # a tensor without storage has the address of its offset, which is below this
+# A tensor without storage has the address of its offset, which is below this. Memory that is mapped piece by piece
+# (expandable segments, memory savers) begins as low as 2^33.6.
+_LOW = 1 << 33
 _UNMAPPED = 1 << 12  # a host's memory may begin anywhere above
 _ROW = 1 << 16  # bytes per step of the torch reference
 _STEP = 16  # rows of that many bytes held as int64 at a time: 8 MiB

@@ -14,9 +14,10 @@ from .errors import ShapeError
 __all__ = ["COLUMNS", "SpanCopies", "copy_spans"]
 
 COLUMNS = ("source", "target", "width", "rows", "source_pitch", "target_pitch")
-# A tensor without storage has the address of its offset. On a GPU that is below all memory; a host's may begin anywhere
-# above the pages that systems keep unmapped.
-_LOW = {"cuda": 1 << 40, "cpu": 1 << 12}
+# A tensor without storage has the address of its offset. On a GPU that is below all memory, which begins as low as
+# 2^33.6 where it is mapped piece by piece (expandable segments, memory savers); a host's may begin anywhere above the
+# pages that systems keep unmapped.
+_LOW = {"cuda": 1 << 33, "cpu": 1 << 12}
 
 
 def copy_spans(table: np.ndarray, device: torch.device) -> None:

@@ -7,6 +7,7 @@ and frees it when the last one is gone, also when a process is killed.
 """
 
 import ctypes
+import secrets
 from enum import IntEnum
 
 from weftpub.errors import TransportError
@@ -29,6 +30,8 @@ _ON_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 _POSIX_FD = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _RECOMMENDED = 1  # CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
 _HAS_VMM = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+_HIGH = 1 << 45  # addresses are asked for from here on
+_APART = 1 << 38
 _HAS_POSIX_FD = 103  # CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
 
 
@@ -134,15 +137,19 @@ def import_fd(index: int, descriptor: int) -> int:
 def map_handle(index: int, handle: int, nbytes: int, access: Access) -> int:
     """Reserve addresses, map a handle there and let go of the handle: from then on the mapping holds the memory.
 
+    High addresses are asked for, which is a hint: the kernels' launches take low ones for released tensors, and look
+    twice.
+
     Returns:
         the address, which stays the same until `unmap`, whatever `protect` does.
     """
     address = ctypes.c_uint64()
+    wish = ctypes.c_uint64(_HIGH + secrets.randbelow(32) * _APART)
     with current(index) as driver:
         size, none = ctypes.c_size_t(nbytes), ctypes.c_ulonglong(0)
         try:
             check(
-                driver.cuMemAddressReserve(ctypes.byref(address), size, ctypes.c_size_t(0), ctypes.c_uint64(0), none),
+                driver.cuMemAddressReserve(ctypes.byref(address), size, ctypes.c_size_t(0), wish, none),
                 f"cuMemAddressReserve of {nbytes} bytes",
             )
             try:
