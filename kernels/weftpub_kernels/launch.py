@@ -6,6 +6,7 @@ buffers' addresses and launches, a few microseconds on the host, and allocates n
 """
 
 import contextlib
+import dataclasses
 import functools
 import math
 import threading
@@ -25,10 +26,11 @@ from .recipe import BLOCK, Recipe
 from .triton_quantize import COLUMNS_FIRST, NUM_WARPS, ROWS_FIRST, quantize_tiles
 from .tuning import Tuning, choose
 
-__all__ = ["Variant", "batch_strides", "compile_kernel", "fixed_strides", "idle_monitor", "launch"]
+__all__ = ["Variant", "batch_strides", "compile_kernel", "fixed_strides", "idle_monitor", "launch", "settle"]
 
 _MAX_PLANS = 4096
 _MOST_FIXED = 32768  # longest row that is compiled in: the self-test needs hundreds of them
+_MOST_LAYOUTS = 32  # compiled in per device, about a second each; a process that brings more has the others unfixed
 _LOW = 1 << 40  # a tensor without storage has the address of its offset, which is below this
 
 
@@ -59,6 +61,7 @@ class _Plan:
 
 _plans: dict[tuple[Any, ...], _Plan | None] = {}
 _tested: set[tuple[int, Variant]] = set()
+_fixed: dict[int, set[tuple[int, int, int]]] = {}  # row strides that are compiled in, per device
 _lock = threading.RLock()
 _local = threading.local()
 
@@ -142,8 +145,9 @@ def _prepare(
         even = x.shape[-2] % BLOCK == 0 and x.shape[-1] % BLOCK == 0
         processors = torch.cuda.get_device_properties(x.device).multi_processor_count
         chosen = tuning or choose(math.prod(x.shape[:-2]) * math.prod(grid_of(x.shape)), processors)
-        sums, strides = out.sums is not None, fixed_strides(x, out, chosen)
-        variant = Variant(x.dtype, recipe.operators, even, sums, check, aligned, chosen, strides)
+        known = _fixed.setdefault(x.get_device(), set()) if tuning is None else None
+        chosen, strides = settle(x, out, chosen, known)
+        variant = Variant(x.dtype, recipe.operators, even, out.sums is not None, check, aligned, chosen, strides)
         if tuning is None and (x.get_device(), variant) not in _tested:
             from .selftest import check_variant
 
@@ -185,6 +189,22 @@ def fixed_strides(x: torch.Tensor, out: QuantizedPair, tuning: Tuning) -> tuple[
     rows = x.stride(-1) == out.w.stride(-1) == out.wt.stride(-1) == 1
     ordinary = all(low <= step <= _MOST_FIXED and step % 16 == 0 for low, step in zip(least, strides, strict=True))
     return strides if tuning.fixed and whole and rows and ordinary else (0, 0, 0)
+
+
+def settle(
+    x: torch.Tensor, out: QuantizedPair, tuning: Tuning, known: set[tuple[int, int, int]] | None
+) -> tuple[Tuning, tuple[int, int, int]]:
+    """The tuning and the compiled-in strides of a launch. ``known`` are the layouts that have been compiled in, and
+    takes in a new one while there are few; None sets no limit.
+
+    A launch without such strides has a tuning without them too, or the self-test's own matrix would have them.
+    """
+    strides = fixed_strides(x, out, tuning)
+    if known is not None and any(strides):
+        if len(known) < _MOST_LAYOUTS:
+            known.add(strides)
+        strides = strides if strides in known else (0, 0, 0)
+    return (tuning, strides) if any(strides) else (dataclasses.replace(tuning, fixed=False), strides)
 
 
 def compile_kernel(

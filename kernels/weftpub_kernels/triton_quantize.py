@@ -97,7 +97,11 @@ def quantize_tiles(
     top = mb * 128
     left = nb * 128
     rows, columns = _indices(LAYOUT, WIDE)
-    at = x + (e * x_e + top * x_m + left * x_n) + _row_offsets(rows, x_m, X_M)[:, None] + columns[None, :] * x_n
+    at = x + (e * x_e + top * x_m + left * x_n)
+    if X_M != 0:  # constants to add to an address, by which loads take them in
+        at = at + rows[:, None] * X_M + columns[None, :] * x_n
+    else:  # one word for both
+        at = at + (rows[:, None] * x_m + columns[None, :] * x_n)
     if EVEN:
         tile = gl.load(at, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(gl.float32)
     else:
@@ -117,7 +121,7 @@ def quantize_tiles(
         scaled = tile * m
 
     codes = _codes(scaled, zero, EVEN)
-    at = w + (e * w_e + top * w_m + left * w_n) + _row_offsets(rows, w_m, W_M)[:, None] + columns[None, :] * w_n
+    at = w + (e * w_e + top * w_m + left * w_n) + _offsets(rows[:, None], w_m, W_M) + columns[None, :] * w_n
     if EVEN:
         gl.store(at, codes.to(gl.float8e4nv, bitcast=True), cache_modifier=STORE_CACHE)
     else:
@@ -130,8 +134,8 @@ def quantize_tiles(
         parts = _warp_sums(turned, fragments)
         gl.store(sums + (e * c_e + mb * c_m + nb * c_n) + gl.arange(0, 8, parts.type.layout), parts)
     rows_t, columns_t = _indices(LAYOUT_T, WIDE)
-    across = _row_offsets(columns_t, wt_n, WT_N)
-    at = wt + (e * wt_e + top * wt_m + left * wt_n) + rows_t[:, None] * wt_m + across[None, :]
+    across = _offsets(columns_t[None, :], wt_n, WT_N)
+    at = wt + (e * wt_e + top * wt_m + left * wt_n) + rows_t[:, None] * wt_m + across
     if EVEN:
         gl.store(at, turned.to(gl.float8e4nv, bitcast=True), cache_modifier=TURNED_CACHE)
     else:
@@ -147,12 +151,12 @@ def quantize_tiles(
 
 
 @gluon.jit
-def _row_offsets(rows, stride, STRIDE: gl.constexpr):
+def _offsets(numbers, stride, STRIDE: gl.constexpr):
     """Elements from the tile's first row to each: constants to add to an address where the stride is compiled in."""
     if STRIDE != 0:
-        return rows * STRIDE
+        return numbers * STRIDE
     else:
-        return rows * stride
+        return numbers * stride
 
 
 @gluon.jit
@@ -266,7 +270,7 @@ def _turn(codes, LAYOUT_T: gl.constexpr):
 
 @gluon.jit
 def _load_weights(weights, LAYOUT_T: gl.constexpr):
-    """int32 [32, 128], 16 per thread: twelve of them hold the thread's fragments of fragments.sum_weights, at that
+    """int32 [32, 128], 16 per thread: six of them hold the thread's fragments of fragments.sum_weights, at that
     address."""
     address = _first_of_four(gl.full([128, 128], 0, gl.int64, LAYOUT_T), 32, 128) + weights
     return gl.inline_asm_elementwise(_LOAD_ASM, _LOAD_CONSTRAINTS, [address], dtype=gl.int32, is_pure=False, pack=16)

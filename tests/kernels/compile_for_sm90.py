@@ -20,12 +20,12 @@ from ptx_machine import PtxMachine
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from weftpub_kernels import PRESETS, NonFiniteError, NonFiniteMonitor, QuantizedPair, Recipe
+from weftpub_kernels import PRESETS, NonFiniteError, NonFiniteMonitor, QuantizedPair, Recipe, selftest
 from weftpub_kernels import triton_checksum as checksums
 from weftpub_kernels.bench.shapes import SHAPE_CLASSES
 from weftpub_kernels.checksum import _sum_of_bytes
 from weftpub_kernels.fragments import sum_weights
-from weftpub_kernels.launch import Variant, batch_strides, compile_kernel, fixed_strides
+from weftpub_kernels.launch import Variant, batch_strides, compile_kernel, settle
 from weftpub_kernels.pair import grid_of
 from weftpub_kernels.reference import quantize_reference
 from weftpub_kernels.tuning import Tuning
@@ -59,12 +59,12 @@ class Quantizer:
         x, out = self.x, self.out
         even = x.shape[-2] % 128 == 0 and x.shape[-1] % 128 == 0
         aligned = (x.data_ptr() | out.w.data_ptr() | out.wt.data_ptr()) & 15 == 0
-        fixed = fixed_strides(x, out, self.tuning)
-        variant = Variant(x.dtype, self.recipe.operators, even, True, True, aligned, self.tuning, fixed)
+        tuning, fixed = settle(x, out, self.tuning, None)
+        self.variant = Variant(x.dtype, self.recipe.operators, even, True, True, aligned, tuning, fixed)
         self.weights = sum_weights(x.shape[-1])
         strides = batch_strides(x, out)
         assert strides is not None
-        self.compiled, self.constants = compile_kernel(x, out, strides, variant, self.weights)
+        self.compiled, self.constants = compile_kernel(x, out, strides, self.variant, self.weights)
         self.machine = PtxMachine(self.compiled.asm["ptx"])
 
     def play(self, monitor: NonFiniteMonitor) -> None:
@@ -82,7 +82,8 @@ def report(preset: str, shape_class: str, registers: int | None, *rest: Any) -> 
     shape = next(c for c in SHAPE_CLASSES if c.name == shape_class)
     tuning = Tuning(registers, *rest)
     kernel = Quantizer(recipe, shape.input(recipe.input_dtype, "cpu"), shape.output("cpu"), tuning)
-    return machine_code(kernel.compiled) | {"differ": differences(kernel), "non_finite": non_finite(kernel)}
+    results = {"differ": differences(kernel), "non_finite": non_finite(kernel), "tests_itself": tests_itself(kernel)}
+    return machine_code(kernel.compiled) | results
 
 
 def differences(kernel: Quantizer) -> dict[str, int]:
@@ -98,6 +99,30 @@ def differences(kernel: Quantizer) -> dict[str, int]:
         for name, got in kernel.out.present().items()
         for kind in [kinds[got.element_size()]]
     }
+
+
+class Seen(Exception):
+    """Ends a self-test at its first launch."""
+
+
+def tests_itself(kernel: Quantizer) -> bool:
+    """The self-test launches the very kernel that is then used, where strides are compiled in; elsewhere one with as
+    few."""
+
+    def launch(x: torch.Tensor, out: QuantizedPair, *rest: Any) -> None:
+        tuning, fixed = settle(x, out, rest[-1], None)
+        variant = kernel.variant._replace(tuning=tuning, strides=fixed)
+        strides = batch_strides(x, out)
+        assert strides is not None
+        compiled, _ = compile_kernel(x, out, strides, variant, kernel.weights)
+        raise Seen(variant == kernel.variant and (compiled is kernel.compiled or not any(fixed)))
+
+    selftest.launch = launch
+    try:
+        selftest.check_variant(kernel.variant, kernel.recipe, torch.device("cpu"))
+    except Seen as seen:
+        return seen.args[0]
+    return False
 
 
 def non_finite(kernel: Quantizer) -> bool:

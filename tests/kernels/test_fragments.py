@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from weftpub_kernels.checksum import tile_sums
+from weftpub_kernels.checksum import power, tile_sums
 from weftpub_kernels.fragments import THREADS, sum_weights
 
 MASK = (1 << 64) - 1
@@ -22,19 +22,20 @@ def words_of(codes: np.ndarray, thread: int) -> np.ndarray:
 def sum_by_fragments(codes: np.ndarray, columns: int) -> int:
     """What the asm of fragments.py computes, thread by thread, from the PTX description of mma.m16n8k32."""
     table = sum_weights(columns).numpy()
-    limbs = table[:128].view(np.uint8).reshape(8, 4, 4, 2, 4).astype(np.int64)
-    places = table[128:].view(np.uint64).reshape(THREADS, 2)
+    limbs = table[:64].view(np.uint8).reshape(32, 4, 4).astype(np.int64)
+    places = table[64:].view(np.uint64)
     total = 0
     for warp in range(THREADS // 32):
         words = np.stack([words_of(codes, 32 * warp + lane) for lane in range(32)]).astype(np.int64)
-        # result[row, group, n]: word 2 half + row of each column; threads of a group, columns and halves add up
-        result = np.einsum("gtchrb,ntchb->rgn", words.reshape(8, 4, 4, 2, 2, 4), limbs)
-        assert result.max() * 257 < 1 << 32
+        # result[column][group, n]: the four threads of a group add up, and so do the two products of two words each
+        result = np.einsum("gtcwb,ntwb->cgn", words.reshape(8, 4, 4, 4, 4), limbs.reshape(8, 4, 4, 4))
         for lane in range(32):
             group, member = divmod(lane, 4)
-            for row in range(2):
-                low, high = result[row, group, 2 * member : 2 * member + 2]
-                total += int(low + 256 * high) * int(places[32 * warp + lane, row])
+            part = sum(
+                int(result[c, group, 2 * member] + 256 * result[c, group, 2 * member + 1]) * power(c) for c in range(4)
+            )
+            assert result.max() * 257 < 1 << 31
+            total += part * int(places[32 * warp + lane])
     return total & MASK
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from weftpub_kernels import PRESETS, QuantizedPair, selftest
-from weftpub_kernels.launch import Variant, fixed_strides
+from weftpub_kernels.launch import Variant, fixed_strides, settle
 from weftpub_kernels.reference import quantize_reference
 from weftpub_kernels.tuning import ROWS, Tuning, choose
 
@@ -53,3 +53,25 @@ def test_the_self_test_runs_with_the_strides_that_are_compiled_in(monkeypatch: p
     quantize_reference(x, want, recipe)
     for name, tensor in got.present().items():
         assert torch.equal(tensor.contiguous().view(torch.uint8), want.present()[name].view(torch.uint8)), name
+
+
+def test_few_layouts_are_compiled_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each costs a compilation; a process that sees layouts without end would do little else."""
+    from weftpub_kernels import launch
+
+    monkeypatch.setattr(launch, "_MOST_LAYOUTS", 2)
+    known: set[tuple[int, int, int]] = set()
+    pairs = [(torch.empty(256, n), QuantizedPair.empty((256, n), "cpu")) for n in (384, 512, 640, 384)]
+    settled = [settle(*pair, Tuning(fixed=True), known) for pair in pairs]
+    assert [tuning.fixed for tuning, _ in settled] == [True, True, False, True]
+    assert [strides for _, strides in settled] == [(384, 384, 256), (512, 512, 256), (0, 0, 0), (384, 384, 256)]
+
+
+def test_a_launch_without_compiled_in_strides_is_tested_without_them() -> None:
+    """The self-test's matrix is of a layout that may be compiled in, so a tuning that asks for it tested another
+    kernel than a ragged or small launch then used."""
+    x, out = torch.empty(128, 1024), QuantizedPair.empty((128, 1024), "cpu")
+    tuning, strides = settle(x, out, Tuning(fixed=True), set())
+    assert (tuning, strides) == (Tuning(), (0, 0, 0))
+    matrix = torch.empty(512, 384)
+    assert settle(matrix, QuantizedPair.empty(matrix.shape, "cpu"), tuning, None) == (tuning, strides)

@@ -53,7 +53,7 @@ CANDIDATES: dict[str, tuple[Tuning, ...]] = {
         Tuning(fixed=True),
         Tuning(fixed=True, apart=True),
         Tuning(fixed=True, turned_cache=""),
-        Tuning(fixed=True, apart=True, load_cache=".cg"),
+        Tuning(fixed=True, store_cache="", turned_cache=""),
         Tuning(80, load_evict="evict_first", apart=True),
         Tuning(80, load_evict="evict_first", fixed=True, apart=True),
     ),
