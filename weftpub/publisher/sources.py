@@ -13,6 +13,7 @@ from typing import cast
 import numpy as np
 import torch
 
+from weftpub.checksums import Checksums
 from weftpub.errors import PlanError
 from weftpub.plan import Plan, Shard, ViewSpec, dtype_name, torch_dtype
 from weftpub.plan.views import listing
@@ -97,6 +98,24 @@ def as_buffers(sources: Mapping[str, torch.Tensor] | SourceBuffers) -> SourceBuf
     return SourceBuffers(sources, views)
 
 
+@dataclass(frozen=True, eq=False)
+class _Given:
+    """Which of the checksums that the trainer gave last time are whose: `given` of them, for so many named `regions`.
+
+    Attributes:
+        numbers: regions.
+        take: their checksums, and one more, out of a mapping.
+        names, places: where they are in an array of checksums of exactly these names.
+    """
+
+    given: int
+    regions: int
+    numbers: Integers
+    take: _Take
+    names: tuple[str, ...] | None
+    places: Integers
+
+
 def _require_tensor(name: str, tensor: object) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise PlanError(f"{name}: expected a tensor to publish, found {type(tensor).__name__}")
@@ -121,7 +140,7 @@ class SourceIndex:
         _check_sources(rank, self.shards, views)
         self._regions: dict[ViewSpec, int] = {}
         self._names: dict[int, str] = {}
-        self._last: tuple[int, int, Integers, _Take] | None = None
+        self._last: _Given | None = None
         self._table: RegionTable | None = None
         self._needs: dict[str, tuple[int, str]] = {}
         for name, view in views.items():
@@ -174,9 +193,11 @@ class SourceIndex:
     def _given(self, known: Mapping[str, int]) -> "tuple[Integers, np.ndarray[tuple[int], np.dtype[np.uint64]]]":
         """Numbers of the regions whose checksums are in `known`, and these; nearly always the same regions."""
         last = self._last
-        if last is not None and (last[0], last[1]) == (len(known), len(self._names)):
+        if last is not None and (last.given, last.regions) == (len(known), len(self._names)):
+            if isinstance(known, Checksums) and known.names is last.names:
+                return last.numbers, known.values_in_order[last.places].view(np.uint64)
             try:
-                return last[2], _integers(last[3](known), len(last[2]))
+                return last.numbers, _integers(last.take(known), len(last.numbers))
             except KeyError:
                 pass  # other names this time
         unknown = sorted(known.keys() - self.views.keys())
@@ -192,7 +213,10 @@ class SourceIndex:
         names = [name for _, name in pairs]
         take = cast(_Take, itemgetter(*names, names[0]))  # of two names at least it makes a tuple
         if len({*names}) == len(known):
-            self._last = len(known), len(self._names), numbers, take
+            place = {name: place for place, name in enumerate(known)}
+            places = np.array([place[name] for name in names], dtype=np.int64)
+            shared = known.names if isinstance(known, Checksums) else None
+            self._last = _Given(len(known), len(self._names), numbers, take, shared, places)
         return numbers, _integers(take(known), len(numbers))
 
     def check(self, buffers: Mapping[str, torch.Tensor]) -> None:

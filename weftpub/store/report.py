@@ -1,10 +1,11 @@
 """What a sealed generation is, and the handles that a step writes it through."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from weftpub.checksums import Checksums
 from weftpub.errors import GenerationError
 
 __all__ = ["SealReport", "Step", "StoreWriter"]
@@ -27,7 +28,7 @@ class SealReport:
     matrices: int
     changed_bytes: int | None
     total_bytes: int
-    checksums: Mapping[str, int]
+    checksums: Checksums
 
     @property
     def changed_share(self) -> float | None:

@@ -12,12 +12,12 @@ may read or write when is `weftpub.store.guard`. A step is::
 import hashlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
 
 import numpy as np
 import torch
 
 from weftpub.canonical import FAMILIES, CanonicalTensor, ModelFamily, Projection
+from weftpub.checksums import Checksums
 from weftpub.device import resolve_device
 from weftpub.errors import ConfigError, GenerationError
 from weftpub.masters import ExpertMatrix, format_names
@@ -94,7 +94,7 @@ class ExpertStore:
         self._meter = ChangeMeter(largest, self.device, memory) if measure_change else None
         self._comparable = False  # whether the bytes about to be overwritten are a generation
         self._written = np.zeros(len(self._index), dtype=np.bool_)
-        self._checksums: Mapping[str, int] = MappingProxyType({})
+        self._checksums = Checksums.of({})
         self._shared_wt_of: tuple[int, int] | None = None  # layer position and generation in the shared W^T buffers
         self._host_copy = False
 
@@ -457,10 +457,10 @@ class ExpertStore:
             p: tiles for p in BUFFERS if (tiles := self._encoder.tile_sums(p)) is not None
         }
         checksums = fused_checksums(self.layout, self._canonical, sums)
-        return SealReport(generation, len(self._index), changed, total, MappingProxyType(checksums))
+        return SealReport(generation, len(self._index), changed, total, Checksums.of(checksums, self._checksums))
 
-    def _compute_checksums(self) -> Mapping[str, int]:
-        return MappingProxyType(read_checksums(self._canonical))
+    def _compute_checksums(self) -> Checksums:
+        return Checksums.of(read_checksums(self._canonical), self._checksums)
 
     def _require_number(self, generation: int) -> None:
         if type(generation) is not int or not 0 <= generation < 1 << 63:
