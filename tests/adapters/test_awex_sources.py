@@ -291,6 +291,18 @@ def test_bf16_experts_come_from_the_models_own_parameters() -> None:
     assert up.data_ptr() == fc1.data_ptr() + fc1.nbytes // 2
 
 
+def test_an_offloaded_trainer_is_planned_with_all_the_same() -> None:
+    """An engine that joins while the trainer's weights are away: a trainer that viewed them died at their empty
+    storage."""
+    from weftpub_adapters.awex import trainer_shards
+
+    model, store = bare_trainer(dict(BASE))
+    expected = trainer_shards(model, store, BASE)
+    for parameter in model.parameters():
+        parameter.untyped_storage().resize_(0)
+    assert trainer_shards(model, store, BASE).shards == expected.shards
+
+
 def test_an_output_norm_that_is_not_zero_centred_is_refused() -> None:
     """AWEX adds one to it whatever the trainer's norms mean."""
     from weftpub_adapters.awex import SourceMapping

@@ -18,10 +18,12 @@ import torch
 from weftpub.errors import PlanError
 from weftpub_adapters.awex.seams import Base
 
-__all__ = ["MATRICES", "EngineRules", "MatrixTensors", "engine_converter", "trainer_converter"]
+__all__ = ["MATRICES", "SHAPES_ONLY", "EngineRules", "MatrixTensors", "engine_converter", "trainer_converter"]
 
 # Key of the trainer's settings under which the converter finds its experts.
 MATRICES = "weftpub_matrices"
+# Set when only names, shapes and dtypes are wanted: parameters may be offloaded, their storage empty.
+SHAPES_ONLY = "weftpub_shapes_only"
 _SCALE = "_scale_inv"
 # Multi-token prediction: Megatron's module of the trained layer, an engine's of the draft model, and what they hold
 # beside a decoder layer.
@@ -92,6 +94,8 @@ def trainer_converter(base: Base) -> type:
         """Yields (name, W) and (name + "_scale_inv", scale) for routed experts, AWEX's conversion for the rest."""
 
         def convert_param(self, name: str, parameter: torch.Tensor, vp_stage: int | None = None) -> _Named:
+            if self.infer_conf.get(SHAPES_ONLY):
+                parameter = torch.empty_like(parameter, device="meta")
             mtp = _MTP_LAYER.fullmatch(_plain(name))
             if mtp is not None:
                 return self._convert_mtp(mtp[1], mtp[2], parameter, vp_stage)

@@ -11,7 +11,7 @@ from weftpub.canonical import CanonicalTensor
 from weftpub.errors import PlanError
 from weftpub.plan import Shard, dtype_name
 from weftpub.store import LayerStore, StoreLayout
-from weftpub_adapters.awex.converters import MATRICES, MatrixSource, MatrixTensors
+from weftpub_adapters.awex.converters import MATRICES, SHAPES_ONLY, MatrixSource, MatrixTensors
 from weftpub_adapters.awex.hf import hf_namespace
 from weftpub_adapters.awex.seams import entered
 
@@ -78,7 +78,8 @@ class TrainerShards:
 def trainer_shards(model: Any, store: PublishedStore | None, hf_config: Mapping[str, Any]) -> TrainerShards:
     """Metadata of every trainer rank; collective over the default process group, once per layout.
 
-    Needs no sealed generation: shapes and dtypes come from the store's layout.
+    Needs no sealed generation and no memory of the parameters, which may be offloaded: shapes and dtypes come from the
+    store's layout and from the parameters' own.
 
     Args:
         model: the Megatron model of this rank, attached or not.
@@ -94,7 +95,7 @@ def trainer_shards(model: Any, store: PublishedStore | None, hf_config: Mapping[
         from awex.meta.train_meta_resolver import McoreParamMetaResolver
 
         engine = SimpleNamespace(model=model, engine_name="mcore", enable_debug_mode=False)
-        resolver = McoreParamMetaResolver(engine, hf, converter_settings(hf, matrices))
+        resolver = McoreParamMetaResolver(engine, hf, converter_settings(hf, matrices) | {SHAPES_ONLY: True})
         metas = resolver.get_parameters_meta()
     made = TrainerShards(metas, torch.distributed.get_world_size(), hf.tie_word_embeddings)
     if store is not None:
