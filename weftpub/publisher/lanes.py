@@ -43,9 +43,11 @@ class Shown:
     Args:
         pieces: indices in the receiver's piece table.
         places: for each of them buffer name and byte offset.
+        shared: whether the receiver maps the buffers too.
     """
 
-    def __init__(self, pieces: Sequence[int], places: Sequence[tuple[str, int]]) -> None:
+    def __init__(self, pieces: Sequence[int], places: Sequence[tuple[str, int]], *, shared: bool = False) -> None:
+        self.shared = shared
         numbers: dict[str, int] = {}
         self._pieces = np.array(pieces, dtype="<i8").tobytes()
         self._buffer = np.array([numbers.setdefault(name, len(numbers)) for name, _ in places], dtype=np.int64)
@@ -115,42 +117,49 @@ class Lane:
     regions: Indices
     views: tuple[ViewSpec, ...]
     _packed: tuple[Parcel, ...] | None = None
-    _in_place: dict[frozenset[str], tuple[Parcel, ...]] = field(
-        default_factory=dict[frozenset[str], tuple[Parcel, ...]]
+    _in_place: dict[tuple[frozenset[str], ...], tuple[Parcel, ...]] = field(
+        default_factory=dict[tuple[frozenset[str], ...], tuple[Parcel, ...]]
     )
 
-    def parcels(self, sender: int, in_place: frozenset[str] = frozenset()) -> Sequence[Parcel]:
+    def parcels(
+        self, sender: int, in_place: frozenset[str] = frozenset(), shared: frozenset[str] = frozenset()
+    ) -> Sequence[Parcel]:
         """The parcels of a publish, in order.
 
         Args:
             sender: this sender rank.
             in_place: buffers that can be shown where they are.
+            shared: buffers that the receiver maps too, whether it serves from them or not.
         """
-        if not in_place:
+        if not in_place and not shared:
             if self._packed is None:
                 self._packed = tuple(self._pack_all(sender))
             return self._packed
-        if in_place not in self._in_place:
-            self._in_place = {in_place: tuple(self._show(in_place))}
-        return self._in_place[in_place]
+        if (shared, in_place) not in self._in_place:
+            self._in_place = {(shared, in_place): tuple(self._show(shared, in_place))}
+        return self._in_place[shared, in_place]
 
     def _pack_all(self, sender: int) -> Iterator[Parcel]:
         views = dict(zip(self.pieces, self.views, strict=True))
         for chunk in self.table.chunks.get(sender, ()):
             yield Parcel(chunk.nbytes, PackedLayout(), _copies(chunk, views))
 
-    def _show(self, in_place: frozenset[str]) -> Iterator[Parcel]:
-        """One parcel with everything that is dense in a buffer shown where it is, then the rest, packed."""
+    def _show(self, shared: frozenset[str], in_place: frozenset[str]) -> Iterator[Parcel]:
+        """One parcel with everything that is dense in a shared buffer, one with everything that is dense in another one
+        shown where it is, then the rest, packed."""
         views = dict(zip(self.pieces, self.views, strict=True))
-        places = {
-            piece: (view.param, offset)
-            for piece, view in views.items()
-            if view.param in in_place and (offset := dense_offset(view)) is not None
-        }
-        if places:
-            nbytes = sum(self.table.pieces[piece].nbytes for piece in places)
-            yield Parcel(nbytes, None, None, Shown(tuple(places), tuple(places.values())))
-        for chunk in self.table.pack([piece for piece in self.pieces if piece not in places]):
+        for buffers in (shared, in_place):
+            places = {
+                piece: (view.param, offset)
+                for piece, view in views.items()
+                if view.param in buffers and (offset := dense_offset(view)) is not None
+            }
+            if places:
+                nbytes = sum(self.table.pieces[piece].nbytes for piece in places)
+                shown = Shown(tuple(places), tuple(places.values()), shared=buffers is shared)
+                yield Parcel(nbytes, None, None, shown)
+            views = {piece: view for piece, view in views.items() if piece not in places}
+        for chunk in self.table.pack(list(views)):
             yield Parcel(
                 chunk.nbytes, listed(chunk.pieces, [0] * len(chunk.pieces), chunk.offsets), _copies(chunk, views)
             )

@@ -34,6 +34,7 @@ class PublishReport:
         digest: manifest digest of the version.
         ms: milliseconds per phase, as the coordinator saw them, and "total".
         nbytes, chunks, pieces: what moved, over all senders.
+        shared_nbytes: what did not have to: bytes in memory that trainer and engines both map.
         staging_bytes: staging buffers of the sender rank that used most: the peak of extra memory.
         engines: outcome by engine name.
         transports: receiver rank to the transport of sender rank 0's bytes to it, or of the first sender that has any.
@@ -50,6 +51,7 @@ class PublishReport:
     pieces: int
     staging_bytes: int
     engines: dict[str, EngineOutcome]
+    shared_nbytes: int = 0
     transports: dict[int, str] = field(default_factory=dict[int, str])
     reasons: dict[str, str] = field(default_factory=dict[str, str])
     sha256: dict[str, str] = field(default_factory=dict[str, str])
@@ -80,6 +82,7 @@ class PublishReport:
             pieces=pieces,
             staging_bytes=max(totals["staging_bytes"] for totals in sent),
             engines=engines,
+            shared_nbytes=sum(totals["shared_nbytes"] for totals in sent),
             transports=transports,
             reasons=reasons,
             sha256=sha256,

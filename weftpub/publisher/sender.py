@@ -27,6 +27,7 @@ from weftpub.transport import (
     find_candidates,
     open_send_transport,
     settle,
+    shared_exports,
 )
 from weftpub.wire import messages as m
 from weftpub.wire.identity import Identity
@@ -59,6 +60,7 @@ class Sender:
         self._kinds: dict[int, str] = {}
         self._reasons: dict[str, str] = {}
         self._nbytes = 0
+        self._shared_nbytes = 0
         self._chunks = 0
         self._run_id = run_id
         self._wish: TransportWish = wish
@@ -69,6 +71,7 @@ class Sender:
         self._device = torch.device("cpu")
         self._version = 0
         self._chosen: dict[PeerLink, tuple[Identity, torch.device, TransportKind]] = {}
+        self._joined: dict[PeerLink, tuple[Identity, frozenset[str], frozenset[str]]] = {}
         self._compiled: tuple[str, SourceIndex, dict[int, Lane], dict[str, int]] | None = None
         self._exports: dict[TransportKind, dict[str, tuple[Offer, int]]] = {}
         self._kept: dict[PeerLink, frozenset[str]] = {}
@@ -79,6 +82,7 @@ class Sender:
         """What was sent, and how, as plain data."""
         return {
             "nbytes": self._nbytes,
+            "shared_nbytes": self._shared_nbytes,
             "chunks": self._chunks,
             "staging_bytes": self._pool.nbytes,
             "transports": {str(rank): kind for rank, kind in self._kinds.items()},
@@ -107,7 +111,9 @@ class Sender:
         settle(self._tensors.devices)
         self._device = next((d for d in self._tensors.devices if d.type == "cuda"), torch.device("cpu"))
         self._version = version
-        self._nbytes = self._chunks = 0
+        if self._wish == "auto":
+            self._exports["shared_store"] = dict(shared_exports(sources.buffers))
+        self._nbytes = self._shared_nbytes = self._chunks = 0
         self._kinds.clear()
 
     def checksums(self, known: Mapping[str, int]) -> dict[str, Any]:
@@ -140,14 +146,18 @@ class Sender:
                 self._exports[kind] = self._export(kind, sources)
 
     def transfer(
-        self, links: Mapping[int, PeerLink], nonce: str, failed: Callable[[PeerLink, WeftpubError], Sequence[PeerLink]]
+        self,
+        links: Mapping[int, PeerLink],
+        nonce: str,
+        failed: Callable[[PeerLink, WeftpubError], Sequence[PeerLink]],
+        finished: Callable[[PeerLink], None],
     ) -> None:
         """Send all pieces to the given receivers, by rank.
 
         Args:
             links: receivers that have been greeted in this publish: what an earlier one left them to read they have let
                 go of.
-            failed: see `Transfer`.
+            failed, finished: see `Transfer`.
         """
         compiled, sources, tensors = self._bound()
         greeted = set(links.values())
@@ -157,7 +167,7 @@ class Sender:
             if receiver in links:
                 kind = self._choose(links[receiver])
                 self._kinds[receiver] = kind
-                routes.append(Route(lane, links[receiver], kind))
+                routes.append(Route(lane, links[receiver], kind, self._joined_by(links[receiver])))
         for route in routes:
             if route.kind not in self._exports:
                 self._exports[route.kind] = self._export(route.kind, sources)
@@ -172,6 +182,7 @@ class Sender:
             seconds=self._deadlines.chunk,
             failed=lambda link, error: self._left_out(failed(link, error)),
             drop=self._drop,
+            finished=finished,
         )
         try:
             transfer.run(routes)
@@ -181,6 +192,7 @@ class Sender:
             raise
         finally:
             self._nbytes, self._chunks = transfer.nbytes, transfer.chunks
+            self._shared_nbytes = transfer.shared_nbytes
 
     def release_sources(self) -> None:
         """Have every receiver let go of memory that it kept open for this rank.
@@ -198,6 +210,8 @@ class Sender:
         if sources.in_place:
             transport = self._transport(kind)
             for name, buffer in sources.buffers.items():
+                if name in self._exports.get("shared_store", ()):
+                    continue  # a handle could not show it
                 try:
                     exports[name] = transport.export(buffer, sources.keep)
                 except TransportError as error:
@@ -275,6 +289,27 @@ class Sender:
         raise TransportError(
             f"{link.label}: no transport works: {'; '.join(f'{k}: {v}' for k, v in self._reasons.items())}"
         )
+
+    def _joined_by(self, link: PeerLink) -> frozenset[str]:
+        """Ids of the shared allocations under the sources that the receiver has joined: asked once per process."""
+        offers = {offer.allocation: offer for offer, _ in self._exports.get("shared_store", {}).values()}
+        welcome = link.welcome
+        if not offers or welcome is None or "shared_store" not in welcome.transports:
+            return frozenset()
+        known = self._joined.get(link)
+        if known is None or known[:2] != (welcome.identity, frozenset(offers)):
+            found: set[str] = set()
+            for allocation, offer in offers.items():
+                asked = {link: (m.Probe, {"offer": offer})}
+                fault = exchange(asked, "probe of shared memory", self._deadlines.hello)[1].get(link)
+                if fault is None:
+                    found.add(allocation)
+                elif isinstance(fault, TransportError):
+                    self._reasons[f"shared_store, receiver rank {link.peer.rank}"] = str(fault)
+                else:
+                    raise fault
+            known = self._joined[link] = welcome.identity, frozenset(offers), frozenset(found)
+        return known[2]
 
     def _probe(self, link: PeerLink, kind: TransportKind) -> str | None:
         """Why the receiver cannot open a buffer over this transport; None if it can."""

@@ -27,11 +27,12 @@ _AHEAD = 2  # chunks that one receiver may have before it answers
 
 @dataclass(frozen=True)
 class Route:
-    """A lane with the link and the transport it goes over."""
+    """A lane with the link, the transport it goes over, and the ids of the allocations that both ends map."""
 
     lane: Lane
     link: PeerLink
     kind: TransportKind
+    shared: frozenset[str] = frozenset()
 
 
 @dataclass(eq=False)
@@ -63,6 +64,7 @@ class Transfer:
         failed: called when a receiver fails; raises to end the transfer, or returns the links that are to be left out
             from then on.
         drop: see `StagingPool.prepare`.
+        finished: called when a receiver has been sent its last chunk, which it may still be copying.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Transfer:
         seconds: float,
         failed: Callable[[PeerLink, WeftpubError], Sequence[PeerLink]],
         drop: Callable[[Staged], None],
+        finished: Callable[[PeerLink], None],
     ) -> None:
         self._sender = sender
         self._version = version
@@ -86,8 +89,10 @@ class Transfer:
         self._seconds = seconds
         self._failed = failed
         self._drop = drop
+        self._finished = finished
         self._exports = exports
         self.nbytes = 0
+        self.shared_nbytes = 0
         self.chunks = 0
 
     def run(self, routes: Sequence[Route]) -> None:
@@ -111,7 +116,9 @@ class Transfer:
                     queue.remove(link)
 
     def _start(self, route: Route) -> _Progress:
-        parcels = route.lane.parcels(self._sender, frozenset(self._exports.get(route.kind, {})))
+        mapped = self._exports.get("shared_store", {}) if route.shared else {}
+        shared = frozenset(name for name, (offer, _) in mapped.items() if offer.allocation in route.shared)
+        parcels = route.lane.parcels(self._sender, frozenset(self._exports.get(route.kind, {})) - shared, shared)
         return _Progress(
             route, parcels, Deadline(route.link.label, f"chunks of version {self._version}", self._seconds)
         )
@@ -133,7 +140,7 @@ class Transfer:
         parcel = p.parcels[p.following]
         staged: Staged | None = None
         if parcel.shown is not None:
-            offers, layout = parcel.shown.offer(self._exports[p.route.kind])
+            offers, layout = parcel.shown.offer(self._exports["shared_store" if parcel.shown.shared else p.route.kind])
             wait_for_devices(self._tensors.devices)
         else:
             staged = self._pool.take(p.route.kind, link)
@@ -163,8 +170,13 @@ class Transfer:
             return False
         p.waiting[number] = staged
         p.following += 1
-        self.nbytes += parcel.nbytes
+        if parcel.shown is not None and parcel.shown.shared:
+            self.shared_nbytes += parcel.nbytes
+        else:
+            self.nbytes += parcel.nbytes
         self.chunks += 1
+        if p.following == len(p.parcels):
+            self._finished(link)
         return True
 
     def _receive(

@@ -3,9 +3,9 @@ again.
 """
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from weftpub.canonical import CanonicalTensor, Projection
@@ -13,8 +13,6 @@ from weftpub.store.layout import StoreLayout
 from weftpub_kernels import checksum_many, checksum_rows_from_sums
 
 __all__ = ["content_digest", "fused_checksums", "read_checksums"]
-
-_MASK = (1 << 64) - 1
 
 
 def read_checksums(tensors: Sequence[CanonicalTensor]) -> dict[str, int]:
@@ -41,6 +39,6 @@ def fused_checksums(
 
 
 def content_digest(checksums: Mapping[str, int]) -> str:
-    """Hex sha256 over canonical names and checksums, whatever their order: equal digests mean equal bytes."""
-    rows = sorted((name, value & _MASK) for name, value in checksums.items())
-    return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
+    """Hex sha256 over the checksums of all canonical tensors of a layout, in its order: equal digests of one layout
+    mean equal bytes."""
+    return hashlib.sha256(np.fromiter(checksums.values(), dtype="<i8", count=len(checksums)).tobytes()).hexdigest()

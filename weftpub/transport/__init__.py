@@ -1,4 +1,4 @@
-"""Transports: how one process shows memory to another. In process, host shared memory, CUDA IPC."""
+"""Transports: how one process shows memory to another. None where both map it; in process, host shared memory, IPC."""
 
 from weftpub.transport.base import ReceiveTransport, SendBuffer, SendTransport, TransportKind
 from weftpub.transport.choose import TransportWish, find_candidates, open_receive_transports, open_send_transport
@@ -6,6 +6,7 @@ from weftpub.transport.cuda_ipc import CudaIpcReceive, CudaIpcSend, export_obsta
 from weftpub.transport.inprocess import InProcessReceive, InProcessSend
 from weftpub.transport.regions import CopyTable, RegionTable
 from weftpub.transport.shared_memory import SharedMemoryReceive, SharedMemorySend, sweep_abandoned
+from weftpub.transport.shared_store import SharedStoreReceive, offer_of, shared_exports
 from weftpub.transport.tensors import FlatTensors, narrow_view, settle, wait_for_devices
 
 __all__ = [
@@ -21,14 +22,17 @@ __all__ = [
     "SendTransport",
     "SharedMemoryReceive",
     "SharedMemorySend",
+    "SharedStoreReceive",
     "TransportKind",
     "TransportWish",
     "export_obstacle",
     "find_candidates",
     "narrow_view",
+    "offer_of",
     "open_receive_transports",
     "open_send_transport",
     "settle",
+    "shared_exports",
     "sweep_abandoned",
     "wait_for_devices",
 ]

@@ -15,7 +15,7 @@ from weftpub.wire.offers import Offer
 
 __all__ = ["ReceiveTransport", "SendBuffer", "SendTransport", "TransportKind"]
 
-TransportKind = Literal["inprocess", "shared_memory", "cuda_ipc"]
+TransportKind = Literal["inprocess", "shared_memory", "cuda_ipc", "shared_store"]
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,6 +17,7 @@ from weftpub.transport.base import ReceiveTransport, SendTransport, TransportKin
 from weftpub.transport.cuda_ipc import CudaIpcReceive, CudaIpcSend
 from weftpub.transport.inprocess import InProcessReceive, InProcessSend
 from weftpub.transport.shared_memory import SharedMemoryReceive, SharedMemorySend
+from weftpub.transport.shared_store import SharedStoreReceive
 from weftpub.wire.identity import Identity, gpu_uuid
 
 __all__ = ["Candidates", "TransportWish", "find_candidates", "open_receive_transports", "open_send_transport"]
@@ -101,6 +102,7 @@ def open_receive_transports(device: str) -> Mapping[TransportKind, ReceiveTransp
     transports: dict[TransportKind, ReceiveTransport] = {
         "inprocess": InProcessReceive(),
         "shared_memory": SharedMemoryReceive(pin=device != "cpu"),
+        "shared_store": SharedStoreReceive(),
     }
     if device != "cpu":
         transports["cuda_ipc"] = CudaIpcReceive()

@@ -19,6 +19,7 @@ import torch
 import weftpub_kernels
 from weftpub.errors import TransportError
 from weftpub.plan import ViewSpec, torch_dtype
+from weftpub.transport.shared_store import moving
 from weftpub.transport.tensors import FlatTensors, Integers, Places, Rows, bits_dtype, dense_offset, rows_of
 
 __all__ = ["CopyTable", "RegionTable"]
@@ -139,7 +140,7 @@ class CopyTable:
         table = np.stack([source[0], target[0], copies[:, _WIDTH], copies[:, _COUNT], source[1], target[1]], axis=1)
         if device not in self._copiers:
             self._copiers[device] = weftpub_kernels.SpanCopies(device)
-        self._copiers[device].copy(table)
+        self._copiers[device].copy(moving(table))
 
     def _copy_across(
         self, members: Integers, tensors: FlatTensors, buffers: Sequence[torch.Tensor], *, into_buffers: bool

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["CudaIpcOffer", "InProcessOffer", "Offer", "SharedMemoryOffer"]
+__all__ = ["CudaIpcOffer", "InProcessOffer", "Offer", "SharedMemoryOffer", "SharedStoreOffer"]
 
 _PLAIN = ConfigDict(frozen=True, extra="forbid", strict=True, ser_json_bytes="base64", val_json_bytes="base64")
 
@@ -58,4 +58,17 @@ class CudaIpcOffer(_OfferBase):
     handle: bytes = Field(min_length=64, max_length=64)
 
 
-Offer = Annotated[InProcessOffer | SharedMemoryOffer | CudaIpcOffer, Field(discriminator="transport")]
+class SharedStoreOffer(_OfferBase):
+    """Memory that both processes have joined (`weftpub.memory.SharedAllocation`), known to both by its id.
+
+    Attributes:
+        gpu: UUID of the GPU that holds it, or "cpu".
+    """
+
+    transport: Literal["shared_store"] = "shared_store"
+    gpu: str = Field(min_length=1, max_length=100)
+
+
+Offer = Annotated[
+    InProcessOffer | SharedMemoryOffer | CudaIpcOffer | SharedStoreOffer, Field(discriminator="transport")
+]
