@@ -1,6 +1,6 @@
 """Experts that never move, on one GPU: one physical W that a trainer's process writes and an engine's process serves.
 
-    python tests/gpu/zero_copy.py --out OUT [--only mechanism,speed] [--tiny] [--cycles 10]
+    python tests/gpu/zero_copy.py --out OUT [--only mechanism,speed,engine] [--tiny] [--cycles 10]
 
 Writes OUT/zero_copy.json and exits with 1 if any check fails. Sections:
 
@@ -13,7 +13,10 @@ Writes OUT/zero_copy.json and exits with 1 if any check fails. Sections:
                 Shared experts, copied experts (CUDA IPC), and the other weights alone; GPU memory of each; W^T stored
                 and rebuilt
 
-`--tiny` runs mechanism and speed on the CPU as a check of this script: a memory file stands for the GPU's memory.
+    engine      a real SGLang engine with CUDA graphs and the memory saver (not by default; needs SGLang): experts
+                shared, the memory reserved at first given back, tokens by version, a torn step, a restarted engine
+
+`--tiny` runs all of it on the CPU as a check of this script: a memory file stands for the GPU's memory.
 """
 
 import argparse
@@ -728,6 +731,14 @@ def _rebuild_ms(store: ExpertStore) -> float:
     return min(times)
 
 
+def engine(report: Report, out: Path, tiny: bool) -> None:
+    """A real engine: another file, because its processes import it."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+    from zero_copy_engine import engine_section
+
+    engine_section(report, out, tiny)
+
+
 def environment() -> dict[str, Any]:
     """What ran where."""
     found: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__, "cpus": os.cpu_count()}
@@ -753,6 +764,7 @@ def main() -> int:
     sections: dict[str, Callable[[], None]] = {
         "mechanism": lambda: mechanism(report, small),
         "speed": lambda: speed(report, big, options.cycles),
+        "engine": lambda: engine(report, options.out.resolve(), options.tiny),
     }
     for name in options.only.split(","):
         if name not in sections:

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from weftpub.canonical import FAMILIES
 from weftpub.errors import ConfigError, WeftpubError
 from weftpub.memory import SharedAllocation, SharedState, sharing_obstacle
-from weftpub.receive import EngineSide
+from weftpub.receive import EngineDescription, EngineSide
 from weftpub.receive.shared import SharedEngineSide
 from weftpub.store import StoreLayout
 from weftpub.store.shared import layout_of, shared_catalogue
@@ -146,9 +146,11 @@ def share_on_load(original: Callable[..., Any], runner: Any, *args: Any, **kwarg
     Whatever is in the way is logged, and the engine starts with experts of its own: publishes copy them.
     """
     result = original(runner, *args, **kwargs)
-    wish = getattr(runner.model_config.hf_config, SETTING, None)
+    config = runner.model_config.hf_config
+    wish = getattr(config, SETTING, None)
     if wish is None or getattr(runner, "is_draft_worker", False):
         return result
+    delattr(config, SETTING)  # it is no part of the model, and what describes the model need not know it
     try:
         settings = ShareSettings.model_validate(wish)
         share_experts(runner.model, settings.folder, name=settings.name, protected=settings.protected)
@@ -180,7 +182,25 @@ def engine_side(engine: EngineSide, model: torch.nn.Module, version: int | None 
         if standing.committed is None or standing.committed.version != version:
             shared.memory.commit(version)
         shared.memory.start_serving()
-    return SharedEngineSide(engine, shared.memory)
+    return _SharedSide(engine, shared)
+
+
+class _SharedSide(SharedEngineSide):
+    """Says in its description what was shared, and how much memory that gave back."""
+
+    def __init__(self, engine: EngineSide, shared: SharedExperts) -> None:
+        super().__init__(engine, shared.memory)
+        self._shared = shared
+
+    def describe(self) -> EngineDescription:
+        found = super().describe()
+        shared = {
+            "nbytes": self._shared.nbytes,
+            "given_back": self._shared.given_back,
+            "filled": self._shared.filled,
+            "reasons": dict(self._shared.reasons),
+        }
+        return found.model_copy(update={"settings": {**found.settings, "shared_experts": shared}})
 
 
 def _layout(model: torch.nn.Module) -> StoreLayout:
