@@ -2,7 +2,7 @@
 # NO_INSTALL=1 runs in the environment as it is (PYTHON=python3 unless named), for machines without a network.
 
 VENV := .venv
-PACKAGES := kernels/weftpub_kernels weftpub adapters/weftpub_adapters examples/weftpub_demo
+PACKAGES := kernels/weftpub_kernels weftpub adapters/weftpub_adapters examples/weftpub_demo examples/weftmoe
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 TESTS ?= tests

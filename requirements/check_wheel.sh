@@ -26,12 +26,15 @@ import importlib
 import sys
 from importlib.resources import files
 
-for name in ("weftpub_kernels", "weftpub", "weftpub_adapters", "weftpub_demo"):
+for name in ("weftpub_kernels", "weftpub", "weftpub_adapters", "weftpub_demo", "weftmoe"):
     module = importlib.import_module(name)
     assert module.__file__.startswith(sys.prefix), f"{name} was imported from {module.__file__}, not from the wheel"
 text = files("weftpub_demo").joinpath("data", "text.txt").read_text(encoding="utf-8")
 assert len(text) > 10_000, "the shipped text is missing from the wheel"
-print("wheel: weftpub_kernels, weftpub, weftpub_adapters and weftpub_demo import")
+print("wheel: weftpub_kernels, weftpub, weftpub_adapters, weftpub_demo and weftmoe import")
 PYTHON
 "$scratch/venv/bin/weftpub" --version
 "$scratch/venv/bin/weftpub" demo --help >/dev/null
+"$scratch/venv/bin/weftpub" doctor --help >/dev/null
+"$scratch/venv/bin/weftpub" plan --help >/dev/null
+"$scratch/venv/bin/weftpub" report --help >/dev/null
