@@ -18,7 +18,6 @@ from weftmoe.rundir import claim, settings_path
 from weftmoe.schema import Settings
 from weftpub import cli
 from weftpub.errors import ConfigError
-from weftpub_adapters.megatron.fields import ARCHITECTURE
 
 __all__ = ["launch", "main", "require_driven", "resolve", "torchrun_command"]
 
@@ -71,6 +70,8 @@ def launch(
         print(" ".join(command))
         return
     require_driven(settings)
+    if not settings.smoke.enabled:
+        _check_host(settings, ignore=ignore_plan)
     claim(settings, node_rank)
     _become(command, environment)
 
@@ -141,6 +142,9 @@ def require_driven(settings: Settings) -> None:
     Raises:
         ConfigError: a model that the trainer does not build, or several machines or engines.
     """
+    # Loads torch; printing and planning need not wait for it.
+    from weftpub_adapters.megatron.fields import ARCHITECTURE
+
     if settings.model.architecture != ARCHITECTURE:
         raise ConfigError(
             f"model.architecture={settings.model.architecture!r}: this configuration can be printed and planned, but "
@@ -160,13 +164,30 @@ def main() -> None:
 
 def _check_plan(settings: Settings, gpu_memory: float, *, ignore: bool) -> None:
     from weftmoe.needs import budget_of
+    from weftpub.budget import GIB
     from weftpub.budget.tables import verdicts
 
     budget = budget_of(settings, gpu_memory)
     (verdict,) = verdicts([budget])
     if not budget.fits and not ignore:
         raise ConfigError(f"{verdict}. --ignore-plan starts it all the same")
-    print(f"weftmoe: {verdict}", flush=True)
+    needed = budget.host_bytes * max(1, settings.cluster.gpus) / GIB
+    print(f"weftmoe: {verdict}; {needed:.0f} GiB of pinned host memory a machine", flush=True)
+
+
+def _check_host(settings: Settings, *, ignore: bool) -> None:
+    """Refuse a run whose masters this machine's memory cannot hold."""
+    from weftmoe.needs import budget_of
+    from weftpub.budget import GIB
+    from weftpub_adapters.doctor.facts import host_memory
+
+    needed = budget_of(settings).host_bytes * max(1, settings.cluster.gpus)
+    _, free = host_memory()
+    if needed > free and not ignore:
+        raise ConfigError(
+            f"the run pins {needed / GIB:.0f} GiB of host memory here and {free / GIB:.0f} are free: use Muon, "
+            "variant fp8, or a machine with more memory. --ignore-plan starts it all the same"
+        )
 
 
 def _has_gpu() -> bool:

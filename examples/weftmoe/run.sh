@@ -123,17 +123,31 @@ group=$!
 set +m
 code=0
 
+# Whether a process of the group still runs. A dead one that nobody has reaped yet, as in a container whose first process
+# reaps late, would answer `kill -0`.
+# shellcheck disable=SC2317 # called by the traps
+group_runs() {
+  local file line state pgrp
+  for file in /proc/[0-9]*/stat; do
+    { read -r line <"$file"; } 2>/dev/null || continue
+    read -r state _ pgrp _ <<<"${line##*) }"
+    if [[ "$pgrp" == "$group" && "$state" != Z ]]; then
+      return 0
+    fi
+  done
+  return 1
+}
+
 # shellcheck disable=SC2317 # called by the traps
 end_group() {
   kill -s TERM -- "-$group" 2>/dev/null || return 0
-  local waited=0
-  while kill -0 -- "-$group" 2>/dev/null; do
-    if ((waited >= GRACE)); then
+  local end=$((SECONDS + GRACE))
+  while group_runs; do
+    if ((SECONDS >= end)); then
       kill -s KILL -- "-$group" 2>/dev/null || true
       break
     fi
-    sleep 1
-    waited=$((waited + 1))
+    sleep 0.2
   done
 }
 

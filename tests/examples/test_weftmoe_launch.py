@@ -110,6 +110,15 @@ def test_what_the_loop_does_not_drive_is_planned_and_not_started(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_machine_with_too_little_host_memory_is_told_so(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weftpub_adapters.doctor.facts.host_memory", lambda: (64 << 30, 60 << 30))
+    assert run("fp8", "--out", str(tmp_path / "run")) == 1
+    assert "pins 310 GiB of host memory here and 60 are free" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_variable_of_the_shell_gives_way_and_that_is_said(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

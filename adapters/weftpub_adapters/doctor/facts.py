@@ -21,7 +21,7 @@ from weftpub.errors import WeftpubError
 from weftpub.memory import sharing_obstacle
 from weftpub.transport.cuda_ipc import export_obstacle
 
-__all__ = ["Facts", "Gpu", "Limits", "Smi", "gather", "read_smi"]
+__all__ = ["Facts", "Gpu", "Limits", "Smi", "gather", "host_memory", "read_smi"]
 
 PACKAGES = (
     "triton",
@@ -114,7 +114,7 @@ def gather(out: Path, environment: Mapping[str, str], port: int | None = None) -
         port: a TCP port that the run would listen on.
     """
     gpus = tuple(_gpu(index) for index in range(torch.cuda.device_count())) if torch.cuda.is_available() else ()
-    ram, free = _memory()
+    ram, free = host_memory()
     return Facts(
         python=platform.python_version(),
         torch=torch.__version__,
@@ -224,7 +224,7 @@ def _float(text: str) -> float | None:
         return None
 
 
-def _memory() -> tuple[int, int]:
+def host_memory() -> tuple[int, int]:
     """Bytes of host memory and of those free, within the container's limit."""
     fields: dict[str, int] = {}
     for line in Path("/proc/meminfo").read_text().splitlines():
