@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from weftpub_kernels import tuning
 from weftpub_kernels.bench import environment, quantize, tune, verify
+from weftpub_kernels.tuning import ROWS, Tuning
 
 
 def test_the_specs_are_those_of_the_targets() -> None:
@@ -72,3 +74,9 @@ def test_the_tuner_passes_over_what_was_wrong() -> None:
 def test_candidates_have_names_of_their_own() -> None:
     for group in tune.CANDIDATES.values():
         assert len({tune.label(candidate) for candidate in group}) == len(group)
+
+
+def test_the_tuner_writes_rows_that_read_as_what_they_were() -> None:
+    text = "[\n" + tune.source_of(ROWS) + "]"
+    assert eval(text, {"Tuning": Tuning}) == ROWS
+    assert text.splitlines()[1:] == Path(tuning.__file__).read_text().split("= [\n")[1].splitlines()[: len(ROWS) + 1]

@@ -37,7 +37,7 @@ from ..tuning import Tuning
 from .environment import describe, write
 from .quantize import LAYERS, MATRICES, Spec, _check, transformer_engine
 
-__all__ = ["CANDIDATES", "best_rows", "interleave", "label", "main"]
+__all__ = ["CANDIDATES", "best_rows", "interleave", "label", "main", "source_of"]
 
 _LOADS = (("", ""), (".cg", ""), ("", "evict_first"))
 CANDIDATES: dict[str, tuple[Tuning, ...]] = {
@@ -66,8 +66,21 @@ _REPEATS = 6  # launches in a turn, of which the first is not counted
 
 def label(candidate: Tuning) -> str:
     """The fields that differ from the defaults."""
+    return " ".join(f"{name}={value}" for name, value in _unusual(candidate)) or "defaults"
+
+
+def _unusual(candidate: Tuning) -> list[tuple[str, Any]]:
     named = ((field.name, getattr(candidate, field.name), field.default) for field in dataclasses.fields(candidate))
-    return " ".join(f"{name}={value}" for name, value, default in named if value != default) or "defaults"
+    return [(name, value) for name, value, default in named if value != default]
+
+
+def source_of(rows: Sequence[tuple[float, Tuning]]) -> str:
+    """The lines of tuning.py that say these rows."""
+    lines = ""
+    for most, candidate in rows:
+        fields = ", ".join(f"{name}={value!r}" for name, value in _unusual(candidate)).replace("'", '"')
+        lines += f"    ({'float("inf")' if math.isinf(most) else most}, Tuning({fields})),\n"
+    return lines
 
 
 def measure(spec: Spec, candidates: Sequence[Tuning], seconds: float) -> dict[str, Any]:
@@ -215,14 +228,12 @@ def main(arguments: list[str] | None = None) -> int:
         for name, fault in row["faults"].items():
             print(f"  WRONG  {name}: {fault}", flush=True)
     rows = best_rows(document["rows"], candidates)
-    text = "".join(f"    ({'float("inf")' if math.isinf(most) else most}, {row!r}),\n" for most, row in rows)
+    text = source_of(rows)
     print(text)
     if options.write:
         path = Path(tuning.__file__)
         source = path.read_text()
-        path.write_text(
-            re.sub(r"(?s)(= \[\n)    \(.*?(\]\n)", lambda m: m[1] + text.replace("'", '"') + m[2], source, count=1)
-        )
+        path.write_text(re.sub(r"(?s)(= \[\n)    \(.*?(\]\n)", lambda m: m[1] + text + m[2], source, count=1))
     write(options.out, document | {"best": text})
     return 1 if any(row["faults"] for row in document["rows"]) else 0
 
