@@ -121,7 +121,7 @@ class _Run:
     # The start.
 
     def _make_inputs(self, first: bool) -> Inputs:
-        """Rank 0 makes or downloads; the others wait for its files, in `initialize`, and find them."""
+        """Rank 0 makes or downloads; the others wait for its files and find them."""
         self._progress.phase("inputs")
 
         def advance(done: int, total: int) -> None:

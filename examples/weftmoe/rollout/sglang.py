@@ -302,7 +302,11 @@ def engine_arguments(settings: Settings, directory: Path) -> dict[str, Any]:
         "grammar_backend": "none",
         "random_seed": settings.seed,
         "log_level": "error",
-        "cuda_graph_max_bs": rollout.cuda_graph_max_batch,
+        "cuda_graph_max_bs_decode": rollout.cuda_graph_max_batch,
+        # Prompts of a step are computed once; their graphs would take a minute to capture.
+        "disable_prefill_cuda_graph": True,
+        # Seeds of requests count, and a request does not depend on its company.
+        "enable_deterministic_inference": settings.train.deterministic,
     }
     if rollout.moe_a2a != "none":
         arguments["moe_a2a_backend"] = rollout.moe_a2a

@@ -10,19 +10,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from weftmoe.loop.ranks import Ranks
 from weftmoe.rollout.base import PlanFor, Published, Request, Sample, Span
 from weftmoe.rollout.checks import byte_check
 from weftmoe.telemetry.record import ByteCheck
 from weftpub.channel import Deadlines, unix_address
 from weftpub.errors import StateError
-from weftpub.publisher import Peer, Publisher
+from weftpub.publisher import Peer, Publisher, RankGroup, SoloGroup, TorchGroup
 from weftpub_demo.peer import ReceiverProcess, explain
 
 __all__ = ["SamplerSettings", "TorchRollout"]
@@ -65,10 +66,11 @@ class SamplerSettings:
 
 
 class TorchRollout:
-    """Implements `weftmoe.rollout.Rollout` for one trainer rank."""
+    """Implements `weftmoe.rollout.Rollout`. Rank 0 of the trainer has the process; all ranks publish to it."""
 
     def __init__(self, settings: SamplerSettings) -> None:
         self._settings = settings
+        self._ranks = Ranks()
         self._stack = ExitStack()
         self._peer: ReceiverProcess | None = None
         self._publisher: Publisher | None = None
@@ -94,6 +96,8 @@ class TorchRollout:
         """Start the process; it builds its model while this process goes on."""
         settings = self._settings
         settings.work.mkdir(parents=True, exist_ok=True)
+        if not self._ranks.first:
+            return
         command = [
             *(sys.executable, "-m", "weftmoe.rollout.worker", "--model", str(settings.model), "--name", _ENGINE),
             *("--format", settings.format, "--temperature", str(settings.temperature)),
@@ -110,20 +114,26 @@ class TorchRollout:
 
     def connect(self, plan_for: PlanFor) -> None:
         """Wait for the model, and let it receive."""
-        settings = self._settings
-        hello = self._ask("hello", settings.ready_s)
-        if hello["planner"]:
-            raise StateError(f"the sampler's process has imported {hello['planner']}; engines receive plans as data")
-        if settings.path == "native":
+        settings, address = self._settings, None
+        if self._ranks.first:
+            hello = self._ask("hello", settings.ready_s)
+            if hello["planner"]:
+                raise StateError(f"the sampler's process has imported {hello['planner']}; engines get plans as data")
+            if settings.path == "weftpub":
+                folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="weftmoe-"))
+                address = unix_address(folder, "sampler")
+                self._ask("listen", settings.publish_s, run_id=settings.run_id, address=address)
+        address = self._ranks.broadcast(address)
+        if address is None:
             return
-        folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="weftmoe-"))
-        peer = Peer(0, unix_address(folder, "sampler"), _ENGINE)
-        self._ask("listen", settings.publish_s, run_id=settings.run_id, address=peer.address)
+        peer = Peer(0, address, _ENGINE)
+        group: RankGroup = SoloGroup() if self._ranks.world == 1 else TorchGroup(run_id=settings.run_id)
         publisher = Publisher(
             settings.run_id,
             None,
             [peer],
             commit_path=settings.work / f"committed-{settings.run_id}.json",
+            group=group,
             deadlines=replace(Deadlines.all(settings.publish_s), hello=min(_HELLO_S, settings.publish_s)),
             max_staging_bytes=settings.staging_bytes,
         )
@@ -139,9 +149,11 @@ class TorchRollout:
         ]
 
     def score(self, sequences: Sequence[tuple[tuple[int, ...], int]]) -> list[tuple[float, ...]]:
-        plain = [[list(tokens), first] for tokens, first in sequences]
-        answer = self._ask("score", self._settings.generate_s, sequences=plain)
-        return [tuple(values) for values in answer["logprobs"]]
+        scored = None
+        if self._ranks.first:
+            plain = [[list(tokens), first] for tokens, first in sequences]
+            scored = self._ask("score", self._settings.generate_s, sequences=plain)["logprobs"]
+        return [tuple(values) for values in self._ranks.broadcast(scored)]
 
     def drain(self) -> None:
         """No request is ever in flight here: `generate` returns when all are answered. Stops serving."""
@@ -151,16 +163,17 @@ class TorchRollout:
 
     def release(self) -> None:
         """The sampler's weights lose their memory."""
-        self._ask("release", self._settings.publish_s)
+        if self._ranks.first:
+            self._ask("release", self._settings.publish_s)
         self._released = True
 
     def publish(
         self, version: int, sources: Mapping[str, torch.Tensor], checksums: Mapping[str, int] | None
     ) -> Published:
         began = time.perf_counter()
-        if self._released:
+        if self._released and self._ranks.first:
             self._ask("reload", self._settings.publish_s)
-            self._released = False
+        self._released = False
         if self._publisher is None:
             return self._native(version, sources, began)
         with self._explained(f"publish of version {version}"):
@@ -187,6 +200,8 @@ class TorchRollout:
         self._stack.close()
 
     def _native(self, version: int, sources: Mapping[str, torch.Tensor], began: float) -> Published:
+        if not self._ranks.first:
+            return Published(version, {}, ByteCheck(method="none"))
         from safetensors.torch import save_file
 
         directory = self._settings.work / "native"
@@ -206,8 +221,7 @@ class TorchRollout:
         return self._peer.call(do, limit_s=seconds, **fields)
 
     def _explained(self, phase: str) -> Any:
-        assert self._peer is not None, "a publisher exists only after start"
-        return _naming(self._peer, phase)
+        return nullcontext() if self._peer is None else _naming(self._peer, phase)
 
 
 class _naming(ExitStack):

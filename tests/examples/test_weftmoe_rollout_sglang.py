@@ -1,0 +1,121 @@
+"""The SGLang rollout's own decisions: arguments of the engine, its view of the model, environments and buckets."""
+
+import importlib.util
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from weftmoe import settings as composed
+from weftmoe.rollout import Request
+from weftmoe.rollout.engine import _buckets, process_environment
+from weftmoe.rollout.sglang import SglangRollout, engine_arguments
+from weftmoe.schema import Settings
+
+from weftpub.errors import ConfigError, StateError
+
+
+def settings(variant: str, length: str = "8k", *overrides: str) -> Settings:
+    return composed.load(variant, length=length, overrides=list(overrides))
+
+
+def known_fields() -> set[str]:
+    """Fields of the installed SGLang's server arguments, from its own list; importing it would take ten seconds."""
+    spec = importlib.util.find_spec("sglang")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("sglang is not installed")
+    path = Path(spec.submodule_search_locations[0]) / "srt" / "arg_groups" / "field_order.py"
+    return set(re.findall(r'^    "(\w+)",$', path.read_text(encoding="utf-8"), re.MULTILINE))
+
+
+@pytest.mark.parametrize("variant", composed.VARIANTS)
+@pytest.mark.parametrize("length", ["8k", "16k"])
+def test_every_argument_is_one_of_sglangs(variant: str, length: str) -> None:
+    """A renamed argument would show only where an engine is started, after minutes on a GPU."""
+    chosen = settings(variant, length, "rollout.attention_backend=triton", "rollout.cuda_graph=false")
+    unknown = engine_arguments(chosen, Path("model")).keys() - known_fields()
+    assert not unknown
+
+
+def test_arguments_follow_the_settings() -> None:
+    fp8 = engine_arguments(settings("fp8"), Path("model"))
+    assert (fp8["tp_size"], fp8["ep_size"], fp8["dp_size"], fp8["enable_dp_attention"]) == (8, 8, 8, True)
+    assert (fp8["load_format"], fp8["moe_runner_backend"], fp8["enable_memory_saver"]) == ("dummy", "triton", True)
+    assert not fp8["enable_deterministic_inference"]
+    baseline = engine_arguments(settings("baseline", "16k"), Path("model"))
+    assert (baseline["load_format"], baseline["moe_runner_backend"]) == ("auto", "auto")
+    assert "enable_dp_attention" not in baseline
+
+
+def rollout(tmp_path: Path, *overrides: str) -> SglangRollout:
+    return SglangRollout(settings("fp8", "8k", *overrides), tmp_path, {}, (7,), "run", tmp_path)
+
+
+def test_a_request_says_everything_about_its_distribution(tmp_path: Path) -> None:
+    """A model's generation_config.json asks for top_k 20 and a temperature of 0.6: log-probs would be of another
+    distribution than the one that was drawn from."""
+    chosen = rollout(tmp_path)._sampling(Request((1, 2), 33, 2**40 + 5))
+    assert chosen == {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "max_new_tokens": 33,
+        "stop_token_ids": [7],
+    }
+    seeded = rollout(tmp_path, "train.deterministic=true")._sampling(Request((1,), 1, 2**40 + 5))
+    assert 0 <= seeded["sampling_seed"] < 2**31
+
+
+def test_answers_of_an_unpublished_version_are_refused(tmp_path: Path) -> None:
+    made = rollout(tmp_path)
+    assert made._number("12") == 12
+    with pytest.raises(StateError, match="'default'"):
+        made._number("default")
+
+
+@pytest.mark.parametrize("override", ["cluster.nodes=2"])
+def test_what_is_not_driven_is_refused_by_name(tmp_path: Path, override: str) -> None:
+    chosen = settings("bf16", "8k")
+    more = chosen.model_copy(update={"cluster": chosen.cluster.model_copy(update={"nodes": 2})})
+    with pytest.raises(ConfigError, match=re.escape(override)):
+        SglangRollout(more, tmp_path, {}, (7,), "run", tmp_path)
+
+
+def test_only_started_processes_get_the_engines_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OURS", "1")
+    before = dict(os.environ)
+    with process_environment({"THEIRS": "1", "PATH": os.environ["PATH"]}):
+        assert "OURS" not in os.environ
+        assert os.environ["THEIRS"] == "1"
+    assert dict(os.environ) == before
+    with pytest.raises(ValueError, match="x"), process_environment({}):
+        raise ValueError("x")
+    assert dict(os.environ) == before
+
+
+def test_buckets_hold_every_tensor_once() -> None:
+    tensors: list[tuple[str, Any]] = [(str(n), torch.zeros(n, dtype=torch.bfloat16)) for n in (3, 5, 100, 1, 1)]
+    parts = list(_buckets(iter(tensors), 20))
+    assert [[name for name, _ in part] for part in parts] == [["3", "5"], ["100"], ["1", "1"]]
+
+
+def test_the_engines_view_of_a_model_has_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from weftmoe.rollout import sglang as module
+
+    model = tmp_path / "model"
+    model.mkdir()
+    config = {"architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 1}
+    for name, text in (("config.json", json.dumps(config)), ("tokenizer.json", "{}"), ("model.safetensors", "bytes")):
+        (model / name).write_text(text, encoding="utf-8")
+    (model / "model.safetensors.index.json").write_text("{}", encoding="utf-8")
+    monkeypatch.setattr(module, "quantization_config", lambda config: {"quant_method": "fp8"})
+    view = module.engine_directory(tmp_path / "fp8", model, settings("fp8"))
+    assert sorted(path.name for path in view.iterdir()) == ["config.json", "tokenizer.json"]
+    assert json.loads((view / "config.json").read_text())["quantization_config"] == {"quant_method": "fp8"}
+    plain = module.engine_directory(tmp_path / "bf16", model, settings("bf16"))
+    assert "quantization_config" not in json.loads((plain / "config.json").read_text())
