@@ -171,7 +171,7 @@ class Moment:
 MOMENTS = {
     "before the first byte": Moment(Transfer, "_post_next", 0, ""),
     "in the middle": Moment(Transfer, "_post_next", 3, "said nothing for 3 s in the middle of version"),
-    "after the last byte": Moment(Coordinator, "verify", 0, "said nothing for 3 s in the middle of version"),
+    "after the last byte": Moment(Coordinator, "verify_ahead", 0, "said nothing for 3 s in the middle of version"),
     "after verification": Moment(Publisher, "_record", 0, ""),
     "after the record": Moment(Coordinator, "commit", 0, ""),
 }

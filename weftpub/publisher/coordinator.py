@@ -65,7 +65,7 @@ class Coordinator:
     def greet_early(self) -> None:
         """Send the greetings of the coming `meet`, so that they are answered while this rank does something else."""
         for link in self.links:
-            number = link.post_early(m.Hello, **self._hello)
+            number = link.post_ahead(m.Hello, **self._hello)
             if number is not None:
                 self._posted[link] = number
 
@@ -77,7 +77,8 @@ class Coordinator:
         """
         self.met = True
         greetings = dict.fromkeys(self.links, (m.Hello, self._hello))
-        _, faults = exchange(greetings, "hello", self._deadlines.hello, self._posted)
+        posted, self._posted = self._posted, {}
+        _, faults = exchange(greetings, "hello", self._deadlines.hello, posted)
         if tolerant:
             self.failed.update({link.engine: error for link, error in faults.items()})
         else:
@@ -136,10 +137,21 @@ class Coordinator:
             meanwhile=meanwhile,
         )
 
+    def verify_ahead(self, link: PeerLink, manifest: Manifest, *, sha256: bool) -> None:
+        """Ask one receiver to verify, behind the last chunk that it will be sent; `verify` takes its answer. One that
+        cannot take it now is asked then.
+        """
+        number = link.post_ahead(m.Verify, **_verify_fields(manifest, sha256))
+        if number is not None:
+            self._posted[link] = number
+
     def verify(self, manifest: Manifest, *, sha256: bool) -> dict[int, tuple[str, ...]]:
         """Have everybody verify; receiver rank to its pieces' sha256, if asked for."""
-        fields: _Fields = {"version": manifest.version, "nonce": manifest.nonce, "sha256": sha256}
-        replies = self._ask(m.Verify, lambda link: fields, "verify", self._deadlines.verify)
+        fields = _verify_fields(manifest, sha256)
+        posted, self._posted = self._posted, {}
+        requests = dict.fromkeys(self.alive, (m.Verify, fields))
+        replies, faults = exchange(requests, "verify", self._deadlines.verify, posted)
+        self.settle(faults)
         found: dict[int, tuple[str, ...]] = {}
         for link, reply in replies.items():
             if not isinstance(reply, m.Verified) or reply.digest != manifest.digest:
@@ -223,6 +235,10 @@ class Coordinator:
         replies, faults = exchange(requests, phase, seconds, meanwhile=meanwhile)
         self.settle(faults, abort=abort)
         return replies
+
+
+def _verify_fields(manifest: Manifest, sha256: bool) -> _Fields:
+    return {"version": manifest.version, "nonce": manifest.nonce, "sha256": sha256}
 
 
 def _can_serve(link: PeerLink) -> bool:

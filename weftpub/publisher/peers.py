@@ -65,6 +65,7 @@ class PeerLink:
         self._here = here
         self._number = 0
         self._waiting: set[int] = set()
+        self._ahead: dict[int, m.Reply | None] = {}
 
     @property
     def engine(self) -> str:
@@ -99,37 +100,59 @@ class PeerLink:
         self._waiting.add(self._number)
         return self._number
 
-    def post_early(self, kind: Callable[..., m.Request], **fields: object) -> int | None:
-        """Send a greeting now if the peer that was met before can take it at once; its number, or None."""
+    def post_ahead(self, kind: Callable[..., m.Request], **fields: object) -> int | None:
+        """Send a request whose turn has not come yet, if the peer was met before and can take it at once. Its reply is
+        kept until `due` is called.
+
+        Returns:
+            its number, or None if it was not sent.
+        """
         if not self.known:
             return None
+        if kind is m.Hello:
+            self.renew()
         self._number += 1
         if not self.client.try_send(m.encode(kind(request=self._number, **self._head, **fields)), 0.0):
             return None
-        self.renew()
-        self._waiting.add(self._number)
+        self._ahead[self._number] = None
         return self._number
+
+    def due(self, number: int) -> m.Reply | None:
+        """The turn of a request that was sent ahead has come: its reply if it is there already, else it is waited for
+        like any other.
+        """
+        reply = self._ahead.pop(number, None)
+        if reply is None:
+            self._waiting.add(number)
+        return reply
 
     def collect(self) -> list[m.Reply]:
         """Replies that have arrived to requests that still wait; others are of requests given up and are dropped."""
         replies: list[m.Reply] = []
         while (data := self.client.take()) is not None:
             reply = m.decode_reply(data)
-            if reply.request in self._waiting:
-                self._waiting.discard(reply.request)
-                self.status = reply.status
-                if isinstance(reply, m.Welcome):
-                    self._greet(reply)
+            ahead = reply.request in self._ahead
+            if not ahead and reply.request not in self._waiting:
+                continue
+            self._waiting.discard(reply.request)
+            self.status = reply.status
+            if isinstance(reply, m.Welcome):
+                self._greet(reply)
+            if ahead:
+                self._ahead[reply.request] = reply
+            else:
                 replies.append(reply)
         return replies
 
     def forget(self) -> None:
         """Stop waiting for every outstanding request."""
         self._waiting.clear()
+        self._ahead.clear()
 
     def renew(self) -> None:
         """A greeting is due: until it is answered, nothing is known about who listens there now."""
         self.greeted = False
+        self._ahead.clear()
 
     @property
     def remembered(self) -> frozenset[str]:
@@ -204,7 +227,7 @@ def exchange(
         requests: message class and fields per receiver.
         phase: for messages.
         seconds: what each may take.
-        posted: numbers of requests that were sent already.
+        posted: numbers of requests that were sent ahead.
         meanwhile: called once all are asked, before their replies are waited for.
 
     Returns:
@@ -217,7 +240,13 @@ def exchange(
     for link, (kind, fields) in requests.items():
         deadline = Deadline(link.label, phase, seconds)
         if posted is not None and link in posted:
-            waits[link] = posted[link], deadline
+            reply = link.due(posted[link])
+            if reply is None:
+                waits[link] = posted[link], deadline
+            elif isinstance(reply, m.Failed):
+                faults[link] = link.error_of(reply)
+            else:
+                replies[link] = reply
             continue
         if kind is m.Hello:
             link.renew()

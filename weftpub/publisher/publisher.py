@@ -296,7 +296,7 @@ class Publisher:
 
         def work() -> Any:
             with clock.phase("transfer"):
-                left_out = self._transfer(plan, nonce)
+                left_out = self._transfer(plan, nonce, progress, sha256=sha256)
             return {
                 "left_out": left_out,
                 "sent": self._sender.totals(),
@@ -326,7 +326,7 @@ class Publisher:
         d = self._deadlines
         return PublishReport.from_dict(self._agree("deliver", work, conclude, d.verify + d.commit + d.resume + d.hello))
 
-    def _transfer(self, plan: Plan, nonce: str) -> dict[str, Any]:
+    def _transfer(self, plan: Plan, nonce: str, progress: "_Progress", *, sha256: bool) -> dict[str, Any]:
         """Send this rank's pieces; receivers whose engines were left out on the way, with their errors."""
         left_out: dict[str, Any] = {}
 
@@ -337,10 +337,15 @@ class Publisher:
             self._left_out.add(link.engine)
             return [other for other in self._links.values() if other.engine == link.engine]
 
+        def finished(link: PeerLink) -> None:
+            """Nobody else sends to it: it can verify as soon as it has copied."""
+            if self._group.size == 1:
+                self._lead_links().verify_ahead(link, progress.required(), sha256=sha256)
+
         if self._group.rank != 0:
             self._greet(plan, failed)
         links = {rank: link for rank, link in self._links.items() if link.engine not in self._left_out}
-        self._sender.transfer(links, nonce, failed)
+        self._sender.transfer(links, nonce, failed, finished)
         return left_out
 
     def _greet(self, plan: Plan, failed: Callable[[PeerLink, WeftpubError], object]) -> None:
