@@ -192,7 +192,8 @@ class Trial:
             shard = Shard(entry.name, kind, entry.shape, entry.shape, (0, 0), 0)
             sources.append(shard)
             destinations.append(Destination(shard, ViewSpec(param, offset, entry.shape, (entry.shape[1], 1), kind)))
-        self.rest = {}
+        self.rest: dict[str, Any] = {}
+        self.vocabulary: Any = described.settings["vocabulary"]
         kept = set(described.settings["kept"])  # type: ignore[arg-type]
         for spec in described.parameters:
             if spec.name in kept or spec.name in held:
@@ -213,6 +214,8 @@ class Trial:
                 value = torch.full(shape, 1.0 + seed % 5)
             else:
                 value = torch.randn(shape, generator=generator) * 0.05
+            if name in self.vocabulary:  # rows of no token stay zero in the engine
+                value[self.vocabulary[name]["end"] - self.vocabulary[name]["start"] :] = 0
             found[name] = value.to(dtype).to(DEVICE)
         return found
 
@@ -284,6 +287,8 @@ def engine_section(report: Any, out: Path, tiny: bool) -> None:
         os.environ.update(environment(1))
     os.environ.setdefault("SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK", "1")
     os.environ.setdefault("SGLANG_ENABLE_JIT_DEEPGEMM", "0")
+    # Its radix tree in Rust is built for another torch.
+    os.environ.setdefault("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", "python")
     install(out / "site")
     trial = Trial(report, out, tiny)
     try:
