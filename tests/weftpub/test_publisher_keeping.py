@@ -10,10 +10,13 @@ import torch
 from publish_room import Room, open_room
 from publish_world import World, assert_serves
 
-from weftpub.errors import PlanError, TransportError
+from weftpub.errors import ManifestError, PlanError, TransportError
 from weftpub.publisher import SourceBuffers
+from weftpub.receive.copies import LayoutMemory
+from weftpub.receive.reception import Reception
 from weftpub.transport import InProcessReceive, InProcessSend
 from weftpub.wire import InProcessOffer
+from weftpub.wire import messages as m
 
 WORLD = World(experts=2, ep=1)
 
@@ -124,6 +127,42 @@ def test_a_receiver_that_cannot_let_go_is_an_error(
     monkeypatch.setattr(InProcessReceive, "drop", stuck)
     with pytest.raises(TransportError, match=r"receiver rank 0 .*cuIpcCloseMemHandle failed"):
         publisher.release_sources()
+
+
+def test_the_lists_of_a_chunk_travel_once(keeping: Keeping, room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lists of a large model are hundreds of kilobytes and the same at every publish. A receiver says what it
+    remembers, so one that was started again is sent them again."""
+    sent: list[str] = []
+    take = Reception.take
+
+    def note(self: Reception, chunk: m.ChunkMessage, transports: Any) -> None:
+        sent.append(chunk.layout.layout)
+        take(self, chunk, transports)
+
+    monkeypatch.setattr(Reception, "take", note)
+    tensors = WORLD.sources(0, 1)
+    publisher = room.publisher()
+    for version in (1, 2, 3):
+        publisher.publish(version, SourceBuffers.of_tensors(tensors, in_place=True, keep=True))
+        assert room.engines[0].version == version
+    assert sent == ["listed", "known", "known"]
+    room.publisher().publish(4, SourceBuffers.of_tensors(tensors, in_place=True, keep=True))
+    assert sent[3:] == ["known"]
+    other = WORLD.sources(0, 5)  # other memory: other offers of the same lists
+    room.publisher().publish(5, SourceBuffers.of_tensors(other, in_place=True))
+    assert sent[4:] == ["known"]
+    assert_serves(room.engines[0], 5)
+
+
+def test_a_layout_that_nobody_listed_is_refused() -> None:
+    memory = LayoutMemory()
+    listed = m.ListedLayout(pieces=bytes(8), buffers=bytes(8), offsets=bytes(8))
+    known = m.KnownLayout(digest=m.layout_name(listed))
+    with pytest.raises(ManifestError, match="does not remember"):
+        memory.resolve(known)
+    assert memory.resolve(listed) == (known.digest, listed)
+    assert memory.resolve(known) == (known.digest, listed)
+    assert memory.names == (known.digest,)
 
 
 class TestSourcesOfSharedStorages:
