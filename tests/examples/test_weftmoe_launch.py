@@ -88,7 +88,7 @@ def test_a_run_that_does_not_fit_is_not_started(capsys: pytest.CaptureFixture[st
     big = ("baseline", "--model", "Qwen/Qwen3.5-122B-A10B", "--dry-run")
     assert run(*big) == 1
     message = capsys.readouterr().err
-    assert "119.8 GiB too much" in message
+    assert "120.5 GiB too much" in message
     assert "--ignore-plan" in message
     assert run(*big, "--ignore-plan") == 0
     assert run(*big, "--optimizer", "adamw") == 0

@@ -7,9 +7,8 @@ __all__ = ["GIB", "SCALE_BYTES", "by_rule", "served", "split", "state_bytes", "u
 GIB = 1 << 30
 # Dequant scales: one FP32 for each 128 x 128 block.
 SCALE_BYTES = 4 / (128 * 128)
-# An H200 is sold with 141 GB and has 143771 MiB (nvidia-smi), 139.8 GiB of them for processes (torch): NVIDIA's GB are
-# GiB, less one percent.
-_USABLE = 0.99
+# An H200 is sold with 141 GB and gives processes about 139 GiB: NVIDIA's GB are GiB, less what driver and ECC keep.
+_USABLE = 0.985
 
 
 def usable_bytes(gpu_memory: float) -> int:

@@ -227,10 +227,25 @@ def _text_groups(s: ModelShape, shared: int, text: Mapping[str, Any]) -> list[Gr
     ]
 
 
-def _vision(v: Mapping[str, Any]) -> int:
-    hidden, inner = int(v["hidden_size"]), int(v["intermediate_size"])
-    patch = int(v["in_channels"]) * int(v["temporal_patch_size"]) * int(v["patch_size"]) ** 2
+# Sizes that a vision config may leave out: transformers' defaults for Qwen3.5-MoE.
+_VISION_DEFAULTS = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "in_channels": 3,
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+    "num_position_embeddings": 2304,
+    "out_hidden_size": 3584,
+}
+
+
+def _vision(config: Mapping[str, Any]) -> int:
+    v = {name: int(config.get(name, default)) for name, default in _VISION_DEFAULTS.items()}
+    hidden, inner = v["hidden_size"], v["intermediate_size"]
+    patch = v["in_channels"] * v["temporal_patch_size"] * v["patch_size"] ** 2
     block = 4 * hidden + (hidden + 1) * 3 * hidden + (hidden + 1) * hidden + (hidden + 1) * inner + (inner + 1) * hidden
-    merged = hidden * int(v["spatial_merge_size"]) ** 2
-    merger = 2 * hidden + (merged + 1) * merged + (merged + 1) * int(v["out_hidden_size"])
-    return patch * hidden + hidden + int(v["num_position_embeddings"]) * hidden + int(v["depth"]) * block + merger
+    merged = hidden * v["spatial_merge_size"] ** 2
+    merger = 2 * hidden + (merged + 1) * merged + (merged + 1) * v["out_hidden_size"]
+    return patch * hidden + hidden + v["num_position_embeddings"] * hidden + v["depth"] * block + merger
