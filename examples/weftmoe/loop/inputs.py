@@ -70,8 +70,9 @@ def find_inputs(
             "the configuration of this model"
         )
     if smoke.enabled and settings.data.path == MADE:
-        data = settings.out / "arithmetic.jsonl"
-        write_arithmetic(data, smoke.problems, seed=settings.seed, digits=smoke.digits)
+        data = settings.out / f"arithmetic-{settings.seed}-{smoke.problems}-{smoke.digits}.jsonl"
+        if not data.is_file():  # rank 0 makes it, the others read it
+            write_arithmetic(data, smoke.problems, seed=settings.seed, digits=smoke.digits)
         prompts = read_prompts(data)
     else:
         path = settings.data.path
