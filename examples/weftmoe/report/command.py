@@ -31,8 +31,10 @@ def report(
     if as_json:
         print(json.dumps({"picture": str(picture), "runs": [row.model_dump(mode="json") for row in rows]}, indent=2))
         return
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     console.print(summary_table(rows))
+    for row in rows:
+        console.print(f"{row.name}: {row.rollout}; {row.directory}", markup=False)
     for note in dict.fromkeys(note for row in rows for note in row.notes):
         console.print(f"note: {note}", markup=False)
     console.print(f"picture: {picture}", markup=False)

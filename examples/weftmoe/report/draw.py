@@ -161,6 +161,7 @@ def _panel(axis: Any, panel: Panel, runs: Sequence[LoggedRun]) -> None:
             positive = positive or any(value > 0 for _, value in points)
     axis.set(title=panel.title, xlabel="step", ylabel=panel.unit)
     axis.title.set_fontsize(10)
+    axis.xaxis.get_major_locator().set_params(integer=True)
     if panel.log and positive:
         axis.set_yscale("log")
     if labelled:

@@ -1,8 +1,7 @@
 """A run in one row: where it began, where it ended, and whether its bytes were checked."""
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from pydantic import BaseModel, ConfigDict
 from rich.table import Table
@@ -91,39 +90,40 @@ def summarize_run(run: LoggedRun) -> RunSummary:
 
 
 def summary_table(rows: Sequence[RunSummary]) -> Table:
-    """The rows for a terminal."""
+    """The rows for a terminal, turned: a line per number, a column per run."""
     table = Table(title="Runs")
-    for heading, justify in _COLUMNS:
-        table.add_column(heading, justify=justify)
+    table.add_column("", no_wrap=True)
     for row in rows:
-        table.add_row(
-            row.name,
-            str(row.steps),
-            f"{_number(row.first_reward, '.3f')} -> {_number(row.last_reward, '.3f')}",
-            f"{_number(row.difference_first, '.4f')} -> {_number(row.difference_last, '.4f')}",
-            f"{_number(row.kl_1, '.2e')}, {_number(row.kl_2, '.2e')}",
-            str(row.rejected_tokens),
-            f"{row.bytes_checked} of {row.steps}",
-            "yes" if row.versions_in_order else "NO",
-            "-" if row.fixed_tokens is None else str(row.fixed_tokens),
-            " / ".join(f"{row.seconds.get(name, math.nan):.2f}" for name in ("rollout", "train", "publish")),
-            row.rollout,
-        )
+        table.add_column(row.name, justify="right", overflow="fold")
+    for heading, value in _LINES:
+        table.add_row(heading, *(value(row) for row in rows))
     return table
 
 
-_COLUMNS: tuple[tuple[str, Any], ...] = (
-    ("run", "left"),
-    ("steps", "right"),
-    ("reward", "right"),
-    ("|log-prob difference|", "right"),
-    ("KL of steps 1, 2", "right"),
-    ("rejected", "right"),
-    ("bytes checked", "right"),
-    ("versions in order", "left"),
-    ("fixed-token results", "right"),
-    ("s: rollout / train / publish", "right"),
-    ("rollout", "left"),
+def _seconds(name: str) -> Callable[[RunSummary], str]:
+    return lambda row: _number(row.seconds.get(name), ".2f")
+
+
+_LINES: tuple[tuple[str, Callable[[RunSummary], str]], ...] = (
+    ("steps", lambda row: str(row.steps)),
+    ("starts", lambda row: str(row.starts)),
+    ("reward, first steps", lambda row: _number(row.first_reward, ".3f")),
+    ("reward, last steps", lambda row: _number(row.last_reward, ".3f")),
+    ("|log-prob difference|, first", lambda row: _number(row.difference_first, ".4f")),
+    ("|log-prob difference|, last", lambda row: _number(row.difference_last, ".4f")),
+    ("KL of step 1", lambda row: _number(row.kl_1, ".2e")),
+    ("KL of step 2", lambda row: _number(row.kl_2, ".2e")),
+    ("rejected tokens", lambda row: str(row.rejected_tokens)),
+    ("trained tokens", lambda row: str(row.trained_tokens)),
+    ("steps whose bytes were checked", lambda row: str(row.bytes_checked)),
+    ("versions in order", lambda row: "yes" if row.versions_in_order else "NO"),
+    ("results of fixed tokens", lambda row: "-" if row.fixed_tokens is None else str(row.fixed_tokens)),
+    ("s, rollout", _seconds("rollout")),
+    ("s, train", _seconds("train")),
+    ("s, weight update", _seconds("publish")),
+    ("s, step", _seconds("total")),
+    ("training FLOP/s", lambda row: _number(row.flops_per_s, ".2e")),
+    ("peak GPU memory, GiB", lambda row: "-" if not row.peak_memory else f"{row.peak_memory / 2**30:.2f}"),
 )
 
 
