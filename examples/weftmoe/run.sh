@@ -103,6 +103,14 @@ while (($#)); do
       ;;
     *=*)
       launch+=("$1")
+      case "$1" in
+        cluster.gpus=*)
+          doctor+=(--gpus "${1#*=}")
+          gpus_given=1
+          ;;
+        cluster.nodes=*) doctor+=(--nodes "${1#*=}") ;;
+        out=*) doctor+=(--out "${1#*=}") ;;
+      esac
       shift
       ;;
     *) fail_usage "unknown option '$1'" ;;

@@ -330,6 +330,13 @@ def test_the_machine_is_checked_first(fake: Path) -> None:
     assert second == "-m weftmoe.launch fp8 " + " ".join(options) + " --out o --seed 1 a.b=c"
 
 
+def test_the_machine_is_checked_for_what_overrides_say(fake: Path) -> None:
+    assert finish(script(fake, "fp8", "cluster.gpus=2", "out=there", "optimizer.lr=0"))[0] == 0
+    first, second = calls(fake)
+    assert first.endswith("--gpus 2 --out there")
+    assert second == "-m weftmoe.launch fp8 cluster.gpus=2 out=there optimizer.lr=0"
+
+
 def test_the_smoke_takes_whatever_is_there(fake: Path) -> None:
     assert finish(script(fake, "fp8", "--smoke"))[0] == 0
     assert calls(fake)[0].endswith("--gpus 0")
