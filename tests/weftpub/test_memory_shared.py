@@ -99,6 +99,17 @@ def test_memory_outlives_its_maker_brings_in_a_third_and_is_freed_with_the_last(
         third.stop()
 
 
+def test_memory_that_nobody_refers_to_leaves_by_itself(tmp_path: Path) -> None:
+    memory = SharedAllocation.join(tmp_path, "experts", "cpu", CATALOGUE)
+    before = len(os.listdir("/proc/self/fd"))
+    assert list(tmp_path.glob("*.s"))
+    del memory
+    gc.collect()
+    assert not list(tmp_path.glob("*.s"))
+    assert mappings() == 0
+    assert len(os.listdir("/proc/self/fd")) < before
+
+
 @pytest.mark.parametrize("access", [0, 1])
 def test_a_write_at_the_wrong_time_is_caught_on_the_spot(tmp_path: Path, partner: Partner, access: int) -> None:
     partner("join", str(tmp_path), "experts")
@@ -176,8 +187,7 @@ def test_another_user_gets_nothing_even_where_it_can_reach_the_socket(partner: P
         os.chmod(folder, 0o777)
         os.chmod(path, 0o777)
         assert partner("other_user", str(path)) == "(b'', [])"
-        assert memory._server is not None
-        assert memory._server.refused == [65534]
+        assert [server.refused for server in memory._servers] == [[65534]]
 
 
 def test_memory_of_another_user_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

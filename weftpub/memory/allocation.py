@@ -13,10 +13,10 @@ import os
 import re
 import secrets
 import time
+import weakref
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from weakref import WeakValueDictionary
 
 import torch
 
@@ -34,7 +34,7 @@ from weftpub.wire.identity import gpu_uuid
 __all__ = ["SharedAllocation", "allocation_at", "joined", "joined_allocations"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
-_joined: "WeakValueDictionary[str, SharedAllocation]" = WeakValueDictionary()
+_joined: "weakref.WeakValueDictionary[str, SharedAllocation]" = weakref.WeakValueDictionary()
 
 
 class SharedAllocation:
@@ -61,7 +61,8 @@ class SharedAllocation:
         self._facts = facts
         self._pages = pages
         self._header = header
-        self._server: HandoverServer | None = None
+        self._servers: list[HandoverServer] = []
+        self._end = weakref.finalize(self, _close, pages, header, self._servers, os.getpid())
         self._users = 1  # joins of this process that have not left
         if protected:
             pages.protect(Access.READ)
@@ -241,16 +242,13 @@ class SharedAllocation:
 
     def leave(self) -> None:
         """Answer nobody any more and close the descriptors, once every part of this process that joined has left. The
-        mapping goes with the last tensor over it, the memory with the last process.
+        mapping goes with the last tensor over it, the memory with the last process. One that nothing refers to any more
+        leaves by itself.
         """
         self._users -= 1
         if self._users > 0:
             return
-        if self._server is not None:
-            self._server.close()
-            self._server = None
-        self._header.close()
-        self._pages.close()
+        self._end()
         _joined.pop(self.id, None)
 
     def __enter__(self) -> "SharedAllocation":
@@ -261,11 +259,20 @@ class SharedAllocation:
 
     def _listen(self, meeting: "_Meeting") -> None:
         path = meeting.new_path()
-        self._server = HandoverServer(path, self._facts, (self._pages.descriptor, self._header.descriptor))
+        self._servers.append(HandoverServer(path, self._facts, (self._pages.descriptor, self._header.descriptor)))
 
     def _allow(self, access: Access) -> None:
         if self.protected:
             self._pages.protect(access)
+
+
+def _close(pages: Pages, header: Header, servers: list[HandoverServer], owner: int) -> None:
+    """End what a process holds of an allocation; a forked child only has copies, which end with it."""
+    if os.getpid() == owner:
+        for server in servers:
+            server.close()
+        header.close()
+        pages.close()
 
 
 class _Meeting:

@@ -2,16 +2,25 @@
 catalogue which experts lie there, and proves their bytes without asking the trainer.
 """
 
+import os
+
 import torch
 
 from weftpub.canonical import FAMILIES, CanonicalTensor
-from weftpub.errors import ChecksumError, ConfigError, TornError
-from weftpub.memory import Catalogue, SharedAllocation
+from weftpub.errors import ChannelError, ChecksumError, ConfigError, TornError, TransportError
+from weftpub.memory import (
+    Allocator,
+    Catalogue,
+    SharedAllocation,
+    SharedAllocator,
+    TorchAllocator,
+    sharing_obstacle,
+)
 from weftpub.store.layout import BUFFERS, MatrixView, StoreLayout
 from weftpub.store.sums import content_digest, read_checksums
 from weftpub.wire.identity import local_identity
 
-__all__ = ["layout_of", "shared_canonical", "shared_catalogue", "verify_shared"]
+__all__ = ["layout_of", "shared_allocator", "shared_canonical", "shared_catalogue", "verify_shared"]
 
 
 def shared_catalogue(layout: StoreLayout) -> Catalogue:
@@ -80,3 +89,36 @@ def verify_shared(memory: SharedAllocation) -> int:
 
 def _layer(memory: SharedAllocation, layout: StoreLayout, layer: int) -> dict[str, torch.Tensor]:
     return {name: memory.tensor(f"layers.{layer}.{name}") for name in layout.buffer_shapes()}
+
+
+def shared_allocator(
+    layout: StoreLayout,
+    device: torch.device | str,
+    folder: str | os.PathLike[str],
+    *,
+    name: str = "experts",
+    protected: bool = False,
+) -> tuple[Allocator, str]:
+    """The allocator for a store whose W and scales an engine maps too, if that is possible here.
+
+    Args:
+        layout: of the store.
+        device: of the store.
+        folder: where trainer and engine meet, see `SharedAllocation.join`.
+        name, protected: likewise.
+
+    Returns:
+        a `SharedAllocator` and "", or torch's allocator and what forbids sharing, by name: then publishes copy.
+
+    Raises:
+        DeadlineError: another process takes too long to join.
+    """
+    obstacle = sharing_obstacle(device, folder)
+    if obstacle is None:
+        try:
+            memory = SharedAllocation.join(folder, name, device, shared_catalogue(layout), protected=protected)
+        except (ConfigError, TransportError, ChannelError) as error:
+            obstacle = str(error)
+        else:
+            return SharedAllocator(memory), ""
+    return TorchAllocator(), obstacle

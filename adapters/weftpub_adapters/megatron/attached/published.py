@@ -1,6 +1,7 @@
 """What an attachment publishes: the store of the fp8 variant, the parameters' own views for bf16, and their
 description."""
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -8,11 +9,15 @@ import torch
 
 from weftpub.canonical import FAMILIES, CanonicalTensor
 from weftpub.errors import ConfigError
-from weftpub.store import ExpertStore
+from weftpub.memory import Allocator
+from weftpub.store import ExpertStore, StoreLayout
+from weftpub.store.shared import shared_allocator
 from weftpub_adapters.megatron.attached.prepare import Prepared
 from weftpub_adapters.megatron.attached.selection import ExpertLayer, ExpertParameter
 
 __all__ = ["PublishedTensor", "bf16_canonical", "expert_items", "make_store"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -54,14 +59,27 @@ def make_store(prepared: Prepared) -> ExpertStore:
                 f"{item.matrix.name} is {list(item.parameter.shape)}, others are "
                 f"{list(shapes[item.matrix.projection])}; experts must be alike"
             )
+    device = next(iter(expert_items(prepared.layers))).parameter.device
+    layers, experts = [layer.layer for layer in prepared.layers], prepared.layers[0].experts
     return ExpertStore(
-        [layer.layer for layer in prepared.layers],
-        prepared.layers[0].experts,
+        layers,
+        experts,
         hidden,
         intermediate,
         preset=prepared.settings.preset,
-        device=next(iter(expert_items(prepared.layers))).parameter.device,
+        device=device,
+        allocator=_allocator(prepared, StoreLayout(tuple(layers), tuple(experts), hidden, intermediate), device),
         measure_change=prepared.settings.measure_change,
         lease_timeout=prepared.settings.lease_timeout,
         name="attached experts",
     )
+
+
+def _allocator(prepared: Prepared, layout: StoreLayout, device: torch.device) -> Allocator | None:
+    """Memory that a colocated engine maps too, if that was asked for and can be had; None for torch's."""
+    if prepared.settings.shared_folder is None:
+        return None
+    allocator, obstacle = shared_allocator(layout, device, prepared.settings.shared_folder)
+    if obstacle:
+        logger.warning("weftpub: experts are not shared with the engine, publishes copy them: %s", obstacle)
+    return allocator

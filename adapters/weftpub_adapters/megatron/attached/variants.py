@@ -31,6 +31,9 @@ class AttachSettings:
         slot_numel: elements of the largest matrix that a slot takes; None fits the largest matrix of the model.
         measure_change: count the published bytes that each step changed; fp8 only.
         lease_timeout: seconds that a step waits for publishes and checkpoints that still read, and they for a step.
+        shared_folder: where this trainer and the engine on the same GPU meet to share W and its scales, a folder of
+            mode 0700 (see docs/howto/share-experts.md); None for memory of the trainer's own. Where sharing is
+            impossible a warning says why, and publishes copy; fp8 only.
 
     Raises:
         ConfigError: an unknown variant or rule, or a number out of range.
@@ -43,6 +46,7 @@ class AttachSettings:
     slot_numel: int | None = None
     measure_change: bool = True
     lease_timeout: float = 300.0
+    shared_folder: str | None = None
 
     def __post_init__(self) -> None:
         for name, kind in (("variant", Variant), ("activation_scales", ScaleRule)):
