@@ -843,7 +843,10 @@ def import_everything() -> None:
         sys.path.insert(0, str(HERE))
         import megatron_adapter
 
-        del megatron_adapter
+        from weftpub_adapters.awex.seams import entered
+
+        with entered():
+            del megatron_adapter
 
 
 def boot_and_stay(world: World, booting: "Future[None]") -> None:
@@ -914,7 +917,7 @@ def main() -> int:
     booting: Future[None] = Future()
     threading.Thread(target=boot_and_stay, args=(world, booting), daemon=True).start()
     make_trainer(world, given.tiny, compare=GPU and not given.no_reference)
-    booting.result(240)
+    booting.result(600)
     world.connect()
     report.data["seconds"]["start"] = round(time.monotonic() - began, 1)
     middle = {1, max(1, given.cycles // 2), given.cycles}

@@ -80,6 +80,7 @@ class _Member:
     out: str = ""
     freed: dict[str, dict[str, int]] = field(default_factory=dict)  # tag -> GPU -> bytes that its release gave back
     weights: dict[str, int] | None = None  # GPU -> bytes of parameters
+    saves: bool | None = None  # whether its memory can be released
 
     @property
     def name(self) -> str:
@@ -288,7 +289,9 @@ class ColocatedEngine:
     def _release_one(self, member: _Member, tags: Sequence[str]) -> None:
         member.require_drained("release")
         member.tags.check_release(tags)
-        if member.devices and not member.handle.server_info().get("enable_memory_saver"):
+        if member.saves is None:
+            member.saves = not member.devices or bool(member.handle.server_info().get("enable_memory_saver"))
+        if not member.saves:
             raise ConfigError(
                 f"engine {member.name} runs without a memory saver and would free nothing; start it with "
                 "enable_memory_saver=True (--enable-memory-saver)"

@@ -9,6 +9,7 @@ import json
 import logging
 import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +36,8 @@ class WorkerReceiver:
     """A receiver and the thread that serves it.
 
     Args:
-        scheduler: of this worker; called on its thread, while its model's memory is resident.
+        scheduler: of this worker; called on its thread, while its model's memory is resident. At rest, unless the
+            weights hold a version.
         settings: what the driver asked for.
         directory: of the sockets.
 
@@ -44,12 +46,9 @@ class WorkerReceiver:
     """
 
     def __init__(self, scheduler: Any, settings: ReceiverSettings, directory: str) -> None:
-        refuse_unfit(scheduler)
         self.settings = settings
         self.directory = directory
         self.live = LiveEngine(scheduler, settings)
-        if settings.version is None:
-            _come_to_rest(scheduler)
         self.receiver = Receiver(self.live, run_id=settings.run_id, version=settings.version, silence=settings.silence)
         self.address = settings.address(directory, self.live.rank)
         self._stop = threading.Event()
@@ -106,27 +105,39 @@ def worker_of(scheduler: Any) -> WorkerReceiver | None:
 def start_together(scheduler: Any, directory: str) -> tuple[bool, str]:
     """Start the receivers of all workers of an engine; called on every worker's scheduler thread at the same step.
 
-    A receiver that runs already for the same run and engine is left as it is, with its state.
+    First all say whether they can; only then does any of them come to rest. A receiver that runs already for the same
+    run and engine is left as it is, with its state.
 
     Returns:
         whether all serve now, and a JSON list of their ranks and addresses, or what kept some of them from it.
     """
     before = worker_of(scheduler)
-    report: dict[str, Any]
-    try:
-        worker = _started(scheduler, before, directory)
-        report = {"rank": worker.live.rank, "address": worker.address}
-    except Exception as error:  # told to the driver: SGLang would end the scheduler
-        logger.exception("weftpub: no receiver for %s", directory)
-        worker, report = None, {"error": f"{type(error).__name__}: {error}"[: _REPORT_BYTES // 2]}
-    reports = _gather(scheduler, report)
-    faults = [f"tensor parallel rank {rank}: {one['error']}" for rank, one in enumerate(reports) if "error" in one]
+    settings, fault = _tried(lambda: _checked(scheduler, before, directory), directory)
+    running = before is not None and before.running
+    reports = _gather(scheduler, {"error": fault, "running": running})
+    faults = _faults(reports)
+    if not faults and len({one["running"] for one in reports}) > 1:
+        faults = "receivers run on some ranks and have ended on others; stop them all first (stop_receivers)"
+    if faults:
+        return False, faults
+    if before is not None and settings is None:  # they run already
+        return True, json.dumps(_gather(scheduler, {"rank": before.live.rank, "address": before.address}))
+    assert settings is not None
+    rested = settings.version is None and not scheduler._engine_paused
+    if rested:
+        _come_to_rest(scheduler)
+    worker, fault = _tried(lambda: _started(scheduler, settings, directory), directory)
+    placed = {} if worker is None else {"rank": worker.live.rank, "address": worker.address}
+    reports = _gather(scheduler, {"error": fault, **placed})
+    faults = _faults(reports)
     if not faults:
-        return True, json.dumps(reports)
-    if worker is not None and worker is not before:
+        _keep(scheduler, worker)
+        return True, json.dumps([{key: one[key] for key in ("rank", "address")} for one in reports])
+    if worker is not None:
         worker.stop()
-        _keep(scheduler, before)
-    return False, "; ".join(faults)
+    if rested:
+        _go_on(scheduler)
+    return False, faults
 
 
 def stop_together(scheduler: Any) -> tuple[bool, str]:
@@ -149,12 +160,26 @@ def all_may_serve(scheduler: Any, worker: WorkerReceiver) -> bool:
     return bool(vote.item())
 
 
-def _started(scheduler: Any, before: WorkerReceiver | None, directory: str) -> WorkerReceiver:
+def _tried[T](action: Callable[[], T], directory: str) -> tuple[T | None, str]:
+    """What an action gives, or what it raised, in words: SGLang would end the scheduler over it."""
+    try:
+        return action(), ""
+    except Exception as error:  # told to the driver
+        logger.exception("weftpub: no receiver for %s", directory)
+        return None, f"{type(error).__name__}: {error}"[: _REPORT_BYTES // 2]
+
+
+def _faults(reports: Sequence[Mapping[str, Any]]) -> str:
+    return "; ".join(f"tensor parallel rank {rank}: {one['error']}" for rank, one in enumerate(reports) if one["error"])
+
+
+def _checked(scheduler: Any, before: WorkerReceiver | None, directory: str) -> ReceiverSettings | None:
+    """What is asked for, if this worker can do it; None if its receiver runs already."""
     settings = ReceiverSettings.read(directory)
     if before is not None and before.running:
         here = (before.settings.run_id, before.settings.engine, before.settings.first_rank, before.directory)
         if here == (settings.run_id, settings.engine, settings.first_rank, directory):
-            return before
+            return None
         raise StateError(
             f"a receiver of run {before.settings.run_id!r} runs at {before.address}; stop the receivers of that run "
             "first (stop_receivers)"
@@ -164,9 +189,13 @@ def _started(scheduler: Any, before: WorkerReceiver | None, directory: str) -> W
             f"the weights hold no committed version ({before.live.why_not()}), so they are not version "
             f"{settings.version}; start the receivers without a version, and publish"
         )
+    refuse_unfit(scheduler)
+    return settings
+
+
+def _started(scheduler: Any, settings: ReceiverSettings, directory: str) -> WorkerReceiver:
     worker = WorkerReceiver(scheduler, settings, directory)
     worker.start()
-    _keep(scheduler, worker)
     return worker
 
 
@@ -179,6 +208,13 @@ def _come_to_rest(scheduler: Any) -> None:
     from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
     scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+
+
+def _go_on(scheduler: Any) -> None:
+    """Undo `_come_to_rest`."""
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+    scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
 
 
 def _gather(scheduler: Any, report: dict[str, Any]) -> list[dict[str, Any]]:
