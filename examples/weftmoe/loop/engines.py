@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from weftmoe.env import role_environment
 from weftmoe.rollout import Rollout
 from weftmoe.schema import Settings
 
@@ -27,7 +28,7 @@ def make_rollout(
                 top_p=settings.rollout.sampling.top_p,
                 work=work,
                 run_id=run_id,
-                environment=settings.roles.engine.env,
+                environment=role_environment(settings, "engine"),
                 ready_s=settings.rollout.ready_timeout,
                 generate_s=settings.rollout.generate_timeout,
                 publish_s=settings.publish.deadline,

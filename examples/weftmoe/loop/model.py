@@ -9,7 +9,7 @@ from weftpub.errors import ConfigError
 from weftpub_adapters.megatron import Qwen3MoeFields
 from weftpub_demo import cpu_megatron
 
-__all__ = ["build_model", "initialize", "prepare_process"]
+__all__ = ["build_model", "initialize", "join_world", "prepare_process"]
 
 
 def prepare_process(settings: Settings) -> torch.device:
@@ -34,17 +34,31 @@ def prepare_process(settings: Settings) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def join_world(settings: Settings, device: torch.device) -> None:
+    """The default process group; a process that no launcher started is a world of one. May be called again.
+
+    Several ranks exchange plain data over gloo, so that NCCL's communicators hold no memory before training needs them.
+    """
+    dist = torch.distributed
+    if dist.is_initialized():
+        return
+    backend = "gloo" if device.type == "cpu" else "nccl" if settings.cluster.world == 1 else "cpu:gloo,cuda:nccl"
+    if dist.is_torchelastic_launched():
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
 def initialize(settings: Settings, device: torch.device) -> None:
-    """Megatron's process groups of this run's sizes; a process that no launcher started is a world of one."""
+    """Megatron's process groups of this run's sizes.
+
+    Raises:
+        ConfigError: other ranks were started than the settings say.
+    """
     from megatron.core import parallel_state, tensor_parallel
 
     dist, train = torch.distributed, settings.train
-    if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        if dist.is_torchelastic_launched():
-            dist.init_process_group(backend)
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    join_world(settings, device)
     if dist.get_world_size() != settings.cluster.world:
         raise ConfigError(
             f"{dist.get_world_size()} ranks were started, cluster.nodes x cluster.gpus is {settings.cluster.world}; "

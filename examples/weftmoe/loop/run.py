@@ -25,7 +25,7 @@ from weftmoe.loop import checkpoint
 from weftmoe.loop.collect import Collected, Collector
 from weftmoe.loop.engines import make_rollout
 from weftmoe.loop.inputs import Inputs, find_inputs
-from weftmoe.loop.model import prepare_process
+from weftmoe.loop.model import join_world, prepare_process
 from weftmoe.loop.prompts import encode_prompts, load_tokenizer, stop_tokens
 from weftmoe.loop.ranks import Ranks
 from weftmoe.loop.step import FixedTokens, Trained, memory, publish_version, train_step
@@ -138,10 +138,8 @@ class _Run:
 
     def _hold_ranks(self) -> None:
         """The first meeting of the ranks: those that a launcher started wait here for rank 0's files."""
-        if torch.distributed.is_torchelastic_launched() and not torch.distributed.is_initialized():
-            cuda = self._device.type == "cuda"
-            torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-        if self._ranks.world > 1:
+        if torch.distributed.is_torchelastic_launched():
+            join_world(self._settings, self._device)
             self._ranks.broadcast(None)
 
     def _start_engine(self, stack: ExitStack) -> Rollout:

@@ -43,7 +43,7 @@ class SamplerSettings:
         stops: tokens that end a completion.
         temperature, top_p: of the sampling distribution.
         work: for logs, the commit record, and the checkpoints of the native path.
-        environment: of the process, beside this process's own.
+        environment: of the process, whole.
         ready_s, generate_s, publish_s: limits of waits.
         verify_sha256: compare digests too.
         staging_bytes: most extra memory of a publish.
@@ -57,7 +57,7 @@ class SamplerSettings:
     top_p: float
     work: Path
     run_id: str
-    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     ready_s: float = 300.0
     generate_s: float = 600.0
     publish_s: float = 120.0
@@ -237,14 +237,13 @@ class _naming(ExitStack):
         return self
 
 
-def _environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment and SGLang's own switches: no check for a kernel package that a CPU does not need."""
+def _environment(given: Mapping[str, str]) -> dict[str, str]:
+    """The given environment and SGLang's own switches: no check for a kernel package that a CPU does not need."""
     folders = [str(Path(__file__).parents[2]), *(entry for entry in sys.path if entry)]
     environment = {
-        **os.environ,
+        **given,
         "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
         "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
-        **extra,
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(folders)),
         "CUDA_VISIBLE_DEVICES": "",
     }
