@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [path.relative_to(ROOT).as_posix() for path in [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))]]
-OURS = ("weftpub", "weftpub_kernels", "weftpub_adapters", "weftpub_demo")
+OURS = ("weftpub", "weftpub_kernels", "weftpub_adapters", "weftpub_demo", "weftmoe")
 
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
