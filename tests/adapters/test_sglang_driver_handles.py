@@ -23,7 +23,7 @@ from weftpub_adapters.sglang.driver.model_directory import write_engine_director
 from weftpub_adapters.sglang.driver.requests import Ask, RequestDesk
 from weftpub_adapters.sglang.plugin import ReceiverSettings
 
-SOON = DriverDeadlines(*(2.0,) * 8)
+SOON = DriverDeadlines(*(30.0,) * 8)
 LENGTH = {"type": "length", "length": 2}
 
 

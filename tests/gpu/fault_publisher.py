@@ -59,7 +59,7 @@ def arrange(fault: str, out: Path, sources: dict[str, torch.Tensor]) -> None:
         if kind is m.ChunkMessage:
             sent += 1
             (out / "chunk-sent").touch()
-            if fault == "killed-during" and sent == 2:
+            if fault == "killed-during" and sent == 1:
                 time.sleep(0.2)
                 die()
             if fault == "slow":

@@ -43,7 +43,7 @@ from weftpub.channel import Deadlines
 from weftpub.errors import TornError, WeftpubError
 from weftpub.plan import Plan, torch_dtype
 from weftpub.publisher import Publisher
-from weftpub_adapters.sglang.driver import ColocatedEngine, DriverDeadlines, LocalEngine, free_bytes
+from weftpub_adapters.sglang.driver import ColocatedEngine, DriverDeadlines, LocalEngine, free_bytes, note_death
 
 HERE = Path(__file__).resolve().parent
 RUN = "sglang-adapter"
@@ -318,7 +318,14 @@ class World:
         """Start an engine."""
         self.starts += 1
         began = time.monotonic()
-        self.engine = LocalEngine.start(deadlines=DRIVER, **engine_arguments(self.model, graphs=self.graphs))
+        try:
+            self.engine = LocalEngine.start(deadlines=DRIVER, **engine_arguments(self.model, graphs=self.graphs))
+        except RuntimeError as error:
+            if not self.graphs:
+                raise
+            self.report.check("an engine with CUDA graphs starts", False, str(error))
+            self.graphs = False
+            self.engine = LocalEngine.start(deadlines=DRIVER, **engine_arguments(self.model, graphs=False))
         print(f"  engine up after {time.monotonic() - began:.1f} s", flush=True)
 
     def connect(self) -> None:
@@ -452,7 +459,7 @@ def free_gib() -> float | None:
 def section_cycles(world: World, count: int, *, name: str, compared: set[int]) -> None:
     """`count` colocated steps; at the cycles in `compared` tokens are held against a second engine."""
     report, trainer = world.report, world.trainer
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = report.data.setdefault(name, [])
     addresses: set[Any] = set()
     for cycle in range(1, count + 1):
         step, publisher, engine = world.step, world.publisher, world.engine
@@ -495,7 +502,7 @@ def section_cycles(world: World, count: int, *, name: str, compared: set[int]) -
             )
         if cycle in (1, 2, count) or cycle % 10 == 0:
             print(f"  {row}", flush=True)
-    report.data[name] = rows
+            report.write()
     report.check(f"{name}: {count} cycles, sha256 of {len(own)} expert tensors each", len(rows) == count)
     report.check(f"{name}: the weights' addresses stay through release and resume", len(addresses) == 1)
     if GPU and name == "cycles":  # beside other work on this GPU the numbers mean nothing
@@ -906,6 +913,7 @@ def main() -> int:
     install_plugin(out / "site")
     report = Report(out / "sglang_adapter.json")
     report.data["environment"] = environment()
+    signal.signal(signal.SIGQUIT, note_death)  # the engine starts in another thread, which cannot
     chosen = given.only.split(",")
     began = time.monotonic()
     world = World(out, report, None, out / "model", graphs="eager" not in chosen or len(chosen) > 1)

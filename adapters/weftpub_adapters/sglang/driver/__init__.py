@@ -14,7 +14,7 @@ from weftpub_adapters.sglang.driver.handle import (
     VersionSpan,
 )
 from weftpub_adapters.sglang.driver.http import HttpEngine
-from weftpub_adapters.sglang.driver.local import LocalEngine
+from weftpub_adapters.sglang.driver.local import LocalEngine, note_death
 from weftpub_adapters.sglang.driver.memory import MemoryTags, TagState, free_bytes
 
 __all__ = [
@@ -32,4 +32,5 @@ __all__ = [
     "TagState",
     "VersionSpan",
     "free_bytes",
+    "note_death",
 ]

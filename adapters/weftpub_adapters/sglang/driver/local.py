@@ -9,12 +9,13 @@ process, whoever started it.
 import atexit
 import os
 import signal
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from weftpub.errors import ChannelError
+from weftpub.errors import ChannelError, ConfigError
 from weftpub_adapters.sglang.driver.base import BaseEngine
 from weftpub_adapters.sglang.driver.handle import DriverDeadlines
 from weftpub_adapters.sglang.driver.loop import LoopThread
@@ -22,7 +23,7 @@ from weftpub_adapters.sglang.driver.requests import Ask
 from weftpub_adapters.sglang.plugin.settings import BACKEND
 from weftpub_adapters.sglang.support import require_supported
 
-__all__ = ["LocalEngine"]
+__all__ = ["LocalEngine", "note_death"]
 
 
 class LocalEngine(BaseEngine):
@@ -64,9 +65,10 @@ class LocalEngine(BaseEngine):
             engine_arguments: of `sglang.Engine`.
 
         Raises:
-            ConfigError: this SGLang is not supported.
+            ConfigError: this SGLang is not supported, or its signal of a dead worker would end this process.
         """
         require_supported()
+        _require_quit_handler()
         from sglang.srt.entrypoints.engine import Engine
 
         engine = Engine(**{"custom_sigquit_handler": note_death, **engine_arguments})
@@ -162,6 +164,19 @@ class LocalEngine(BaseEngine):
 
         states = await self._manager.get_internal_state()
         return {**self._manager.server_args.resolved_dict(), "internal_states": states, "version": __version__}
+
+
+def _require_quit_handler() -> None:
+    """SGLang signals a dead worker with SIGQUIT. Its handler can only be set by the main thread; without one the signal
+    ends the process.
+    """
+    if threading.current_thread() is threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGQUIT) in (signal.SIG_DFL, None):
+        raise ConfigError(
+            "an engine that is started outside of the main thread would take this process along when a worker dies; "
+            "call signal.signal(signal.SIGQUIT, weftpub_adapters.sglang.driver.note_death) in the main thread first"
+        )
 
 
 def note_death(signum: int, frame: object) -> None:
