@@ -147,7 +147,7 @@ def test_a_trainer_that_stops_in_the_step_leaves_the_engine_fenced(build: Any) -
     pair.store.begin(2)
     name, master = next(iter(make_masters(pair.store, 2).items()))
     pair.store.writer()(name, master)
-    with pytest.raises(TornError, match="is torn, version 1 is lost"):
+    with pytest.raises(TornError, match=r"is torn, version 1 is lost: .* or a trainer that shares its memory began to"):
         pair.publisher.resume()
     assert not pair.engine.serving
     assert pair.engine.fenced

@@ -218,7 +218,10 @@ class Receiver:
         if state is EngineState.SERVING:
             return self._done(request)
         if state in (EngineState.PAUSED, EngineState.COMMITTED) and not self._engine.weights_intact():
-            self._tear(f"an offload took version {self._state.held} and nothing replaced it")
+            self._tear(
+                f"an offload took version {self._state.held} and nothing replaced it, or a trainer that shares its memory "
+                "began to write and did not end"
+            )
         if state in (EngineState.RECEIVING, EngineState.VERIFIED):
             raise StateError(f"the engine is {state}; commit or abort version {self._state.incoming} before it serves")
         if self._state.state is EngineState.TORN:
