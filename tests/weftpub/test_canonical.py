@@ -135,3 +135,28 @@ def test_gate_rows_lie_over_up_rows_and_are_views() -> None:
             assert weight.is_contiguous()
             assert scale.is_contiguous()
             assert scale.dtype == torch.float32
+
+
+def test_parts_of_a_delta_net_are_joined_for_a_checkpoint() -> None:
+    family = family_of("Qwen3_5MoeForConditionalGeneration")
+    at = "model.layers.2.linear_attn"
+    rows = {letter: torch.full((n, 4), float(n)) for letter, n in zip("qkv", (2, 2, 3), strict=True)}
+    tensors = {f"{at}.in_proj_{letter}.weight": part for letter, part in rows.items()}
+    tensors[f"{at}.in_proj_z.weight"] = z = torch.ones(3, 4)
+    joined = family.join(dict(reversed(tensors.items())))
+    there = "model.language_model.layers.2.linear_attn"
+    assert joined.keys() == {f"{there}.in_proj_qkv.weight", f"{there}.in_proj_z.weight"}
+    assert torch.equal(joined[f"{there}.in_proj_qkv.weight"], torch.cat(list(rows.values())))
+    assert joined[f"{there}.in_proj_z.weight"] is z
+
+
+@pytest.mark.parametrize("absent", ["q", "k", "v"])
+def test_a_missing_part_is_named(absent: str) -> None:
+    parts = {f"model.layers.0.linear_attn.conv1d_{x}.weight": torch.ones(1, 1, 4) for x in "qkv" if x != absent}
+    with pytest.raises(ConfigError, match="missing"):
+        family_of("Qwen3_5MoeForCausalLM").join(parts)
+
+
+def test_families_without_fused_tensors_join_nothing() -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert QWEN3.join({name: torch.ones(1)}).keys() == {name}

@@ -10,6 +10,7 @@ hundred pointers.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from weftpub_adapters.awex.trainer import BUFFERS, PublishedStore, converter_set
 
 __all__ = ["SourceMapping", "canonical_sources"]
 
+_STORE = "store."  # of the names of a store's buffers
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -206,12 +208,17 @@ class SourceMapping:
 
     # What is done at each publish.
 
-    @property
+    @cached_property
     def _needed(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(view.param for view in self._views.values()))
 
+    @cached_property
+    def _own(self) -> tuple[str, ...]:
+        """Names of the parameters that are bound."""
+        return tuple(name for name in self._layouts if not name.startswith(_STORE))
+
     def _live(self) -> dict[str, torch.Tensor]:
-        live = {name: parameter.detach() for name, parameter in _parameters(self._model).items()}
+        live = {name: found for name in self._own if (found := _resolve(self._model, name)) is not None}
         if self._store is not None:
             next(iter(self._store.canonical()), None)  # a generation must be sealed, whole and resident
             for layer in self._store.layout.layers:
@@ -297,8 +304,22 @@ def _parameters(model: Any) -> dict[str, torch.Tensor]:
     return named
 
 
+def _resolve(model: Any, name: str) -> torch.Tensor | None:
+    """The parameter or buffer of that name at this moment, looked up along its path: a walk over all modules, thousands
+    of experts among them, would take longer than the rest of a binding."""
+    *path, last = name.split(".")
+    for part in path:
+        model = model._modules.get(part)
+        if model is None:
+            return None
+    found = model._parameters.get(last)
+    if found is None:
+        found = model._buffers.get(last)
+    return None if found is None else found.detach()
+
+
 def _store_name(layer: int, buffer: str) -> str:
-    return f"store.layers.{layer}.{buffer}"
+    return f"{_STORE}layers.{layer}.{buffer}"
 
 
 def _fault(tensor: torch.Tensor | None, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> str:

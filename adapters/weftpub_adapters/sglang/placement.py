@@ -7,6 +7,7 @@ expert in several slots; the map changes while the engine serves, so whoever pub
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -14,7 +15,7 @@ from weftpub.errors import ConfigError, PlanError
 from weftpub.plan.types import digest_of
 from weftpub_adapters.sglang.parallel import ParallelSizes
 
-__all__ = ["expert_slots", "place_experts", "placement_digest", "require_placement"]
+__all__ = ["current_placement", "expert_slots", "place_experts", "placement_digest", "require_placement"]
 
 
 def expert_slots(model: torch.nn.Module) -> dict[str, list[int]]:
@@ -43,6 +44,31 @@ def placement_digest(slots: Mapping[str, list[int]]) -> str:
     return digest_of({name: slots[name] for name in sorted(slots)})
 
 
+# Model to the map that its digest was computed from, and the digest: asked for several times in every publish.
+_DIGESTS: WeakKeyDictionary[torch.nn.Module, tuple[torch.Tensor | None, str]] = WeakKeyDictionary()
+
+
+def current_placement(model: torch.nn.Module) -> str:
+    """Digest of where this rank's experts are now; computed anew only when SGLang's map has other content.
+
+    Reads SGLang's current runtime context.
+    """
+    from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
+
+    metadata = get_global_expert_location_metadata()
+    rows = None if metadata is None else metadata.physical_to_logical_map_cpu
+    known = _DIGESTS.get(model)
+    if known is not None and (known[0] is rows is None or _equal(known[0], rows)):
+        return known[1]
+    digest = placement_digest(expert_slots(model))
+    _DIGESTS[model] = (None if rows is None else rows.clone(), digest)
+    return digest
+
+
+def _equal(known: torch.Tensor | None, rows: torch.Tensor | None) -> bool:
+    return known is not None and rows is not None and torch.equal(known, rows)
+
+
 def require_placement(model: torch.nn.Module, described: str | None, engine: str) -> None:
     """PlanError if experts were moved since the rank was described with the digest `described`; None if it never was.
 
@@ -50,7 +76,7 @@ def require_placement(model: torch.nn.Module, described: str | None, engine: str
     """
     if described is None:
         return
-    now = placement_digest(expert_slots(model))
+    now = current_placement(model)
     if now != described:
         raise PlanError(
             f"{engine}: experts were moved since this rank was described (placement {now[:12]}, described "
