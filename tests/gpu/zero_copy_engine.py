@@ -256,7 +256,7 @@ class Trial:
             row["free_without_kv"] = free()
             self.engine.release(["weights"])
         row["free_released"] = free()
-        if self.version:
+        if self.store.state == "sealed":
             self.store.verify()  # a release touches nothing that is shared
         self.write(seed)
         if GPU:

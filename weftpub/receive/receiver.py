@@ -219,8 +219,8 @@ class Receiver:
             return self._done(request)
         if state in (EngineState.PAUSED, EngineState.COMMITTED) and not self._engine.weights_intact():
             self._tear(
-                f"an offload took version {self._state.held} and nothing replaced it, or a trainer that shares its memory "
-                "began to write and did not end"
+                f"an offload took version {self._state.held} and nothing replaced it, or a trainer that shares its "
+                "memory began to write and did not end"
             )
         if state in (EngineState.RECEIVING, EngineState.VERIFIED):
             raise StateError(f"the engine is {state}; commit or abort version {self._state.incoming} before it serves")
