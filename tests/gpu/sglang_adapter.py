@@ -305,6 +305,7 @@ class World:
     step: ColocatedEngine | None = None
     version: int = 0
     starts: int = 0
+    quiet: bool = True  # whether nobody else uses the GPU
     ready: bool = False  # whether the trainer has made the next version already
     reference: "Reference | None" = None
 
@@ -340,7 +341,11 @@ class World:
         self.publisher.set_plan(plan)
         (self.out / "plan.json").write_text(plan.to_json(), encoding="utf-8")
         (self.out / "peers.json").write_text(json.dumps([[p.rank, p.address, p.engine] for p in peers]))
-        self.step = ColocatedEngine(self.engine, self.publisher, deadlines=DRIVER)
+        self.step = ColocatedEngine(self.engine, self.publisher, deadlines=DRIVER, measure=self.measure)
+
+    def measure(self, device: str) -> int | None:
+        """Free bytes, unless another engine comes and goes on this GPU: then they say nothing about this one."""
+        return free_bytes(device) if self.quiet else None
 
     def first_version(self) -> None:
         """The trainer's first step and its export, so that the second engine starts while the first does."""
@@ -459,6 +464,10 @@ def free_gib() -> float | None:
 def section_cycles(world: World, count: int, *, name: str, compared: set[int]) -> None:
     """`count` colocated steps; at the cycles in `compared` tokens are held against a second engine."""
     report, trainer = world.report, world.trainer
+    if world.reference is not None and world.ready:
+        began = time.monotonic()
+        world.reference.tokens(world.export(world.version + 1), PROMPTS[:1], 1)  # it is up, and takes no more memory
+        print(f"  waited {time.monotonic() - began:.1f} s for the second engine", flush=True)
     rows: list[dict[str, Any]] = report.data.setdefault(name, [])
     addresses: set[Any] = set()
     for cycle in range(1, count + 1):
@@ -811,7 +820,16 @@ class Beside:
         self._out = out / "eager"
         self._out.mkdir(exist_ok=True)
         self._log = (self._out / "log.txt").open("w")
-        command = [sys.executable, str(Path(__file__)), "--out", str(self._out), "--only", "eager", *arguments]
+        command = [
+            sys.executable,
+            str(Path(__file__)),
+            "--out",
+            str(self._out),
+            "--only",
+            "eager",
+            "--beside",
+            *arguments,
+        ]
         self._process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT)
 
     def join(self, report: Report, seconds: float) -> None:
@@ -897,6 +915,7 @@ def main() -> int:
     parser.add_argument("--cycles", type=int, default=50)
     parser.add_argument("--eager-cycles", type=int, default=10)
     parser.add_argument("--no-reference", action="store_true", help="no second engine to compare tokens with")
+    parser.add_argument("--beside", action="store_true", help="others use the GPU: free memory says nothing")
     parser.add_argument("--tiny", action="store_true", help="small sizes, and no trainer where there is no GPU")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
@@ -917,6 +936,7 @@ def main() -> int:
     chosen = given.only.split(",")
     began = time.monotonic()
     world = World(out, report, None, out / "model", graphs="eager" not in chosen or len(chosen) > 1)
+    world.quiet = not given.beside
     model = write_model(out, config_of(Tiny() if given.tiny else Small()) if GPU else PlainTrainer().hf_config)
     import_everything()
     if model.wait(120):
@@ -944,6 +964,7 @@ def main() -> int:
                 continue
             run_section(world, name, sections[name])
             if beside is None and "eager" in chosen and len(chosen) > 1:
+                world.quiet = False
                 beside = Beside(out, passed_on)
         if beside is not None:
             beside.join(report, 150.0)
