@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from weftmoe.data import PromptSampler, arithmetic_rows, read_prompts, write_arithmetic
 from weftmoe.loop.prompts import encode_prompts
-
 from weftpub.errors import CheckpointError, ConfigError
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from weftmoe.grpo import (
     CorrectionSettings,
     DynamicSampling,
@@ -21,7 +22,6 @@ from weftmoe.grpo import (
     summarize,
     token_loss,
 )
-
 from weftpub.errors import ConfigError
 
 # Advantages.

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from weftmoe import settings as composed
 from weftmoe.data import PromptSampler, read_prompts, write_arithmetic
 from weftmoe.grpo import Microbatch, Sequence, group_advantages, microbatches
@@ -24,7 +25,6 @@ from weftmoe.reward import Rewarder
 from weftmoe.rollout import Request, Sample, Span
 from weftmoe.schema import Settings
 from weftmoe.telemetry import Counters, Timers
-
 from weftpub.errors import CheckpointError, StateError
 
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from weftmoe import settings as composed
 from weftmoe.env import role_environment
 from weftmoe.report import summarize_run

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from weftmoe.report import draw_runs, report, summarize_run
 from weftmoe.telemetry import (
     ByteCheck,
@@ -21,7 +22,6 @@ from weftmoe.telemetry import (
     turn_lengths,
 )
 from weftmoe.telemetry.log import LOG_NAME
-
 from weftpub import cli
 from weftpub.errors import ConfigError
 

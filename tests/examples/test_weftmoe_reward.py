@@ -5,9 +5,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
+
 from weftmoe.reward import Rewarder, RewardJob, RewardPool, exact_reward
 from weftmoe.reward.math import answer_part
-
 from weftpub.errors import ConfigError
 
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+
 from weftmoe.rollout import Request, Rollout
 from weftmoe.rollout.checks import byte_check
 from weftmoe.rollout.forward import Decoder
 from weftmoe.rollout.sampling import Distribution, draw, score
 from weftmoe.rollout.torch_sampler import SamplerSettings, TorchRollout
-
 from weftpub.errors import ConfigError, StateError
 from weftpub.publisher import PublishReport
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+
 from weftmoe import settings as composed
 from weftmoe.rollout import Request
 from weftmoe.rollout.engine import _buckets, process_environment
 from weftmoe.rollout.sglang import SglangRollout, engine_arguments
 from weftmoe.schema import Settings
-
 from weftpub.errors import ConfigError, StateError
 
 

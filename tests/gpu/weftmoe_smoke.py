@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from weftmoe import settings as composed
 from weftmoe.env import role_environment
 from weftmoe.report.summary import RunSummary, summarize_run

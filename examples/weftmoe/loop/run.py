@@ -91,7 +91,7 @@ class _Run:
         self._settings, self._device, self._ranks = settings, device, Ranks()
         self._timers = Timers(torch.cuda.synchronize if device.type == "cuda" else lambda: None)
         first = _rank_of_launch() == 0
-        title = f"weftmoe {settings.variant}"
+        title = f"weftmoe {settings.variant}" if settings.telemetry.name is None else settings.telemetry.name
         self._progress = stack.enter_context(
             PhaseProgress(title, settings.steps, enabled=first and settings.telemetry.progress)
         )
@@ -234,6 +234,7 @@ class _Run:
                 tensorboard=telemetry.tensorboard,
                 wandb=telemetry.wandb,
                 project=telemetry.wandb_project,
+                name=telemetry.name,
             )
         )
         for missing in self._sinks.missing:

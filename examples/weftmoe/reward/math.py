@@ -26,7 +26,7 @@ def load_verifier() -> tuple[Any, Any]:
         from math_verify import parse, verify
     except ImportError as error:
         raise ConfigError(
-            f"judging mathematical answers needs math-verify ({error}); install 'math-verify[antlr4_9_3]'"
+            f"judging mathematical answers needs math-verify ({error}); install 'math-verify[antlr4_13_2]'"
         ) from None
     return parse, verify
 

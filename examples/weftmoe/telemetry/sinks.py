@@ -34,12 +34,12 @@ class _TensorBoard:
 
 
 class _Wandb:
-    def __init__(self, directory: Path, header: RunHeader, mode: WandbMode, project: str) -> None:
+    def __init__(self, directory: Path, header: RunHeader, mode: WandbMode, project: str, name: str | None) -> None:
         import wandb
 
         self._run = wandb.init(
             project=project,
-            name=f"{header.variant}-{header.seed}-{header.run_id}",
+            name=f"{header.variant}-{header.seed}-{header.run_id}" if name is None else name,
             dir=str(directory),
             mode=mode,
             config=header.settings,
@@ -81,7 +81,13 @@ class Sinks:
 
 
 def open_sinks(
-    directory: Path, header: RunHeader, *, tensorboard: bool = True, wandb: WandbMode = "off", project: str = "weftmoe"
+    directory: Path,
+    header: RunHeader,
+    *,
+    tensorboard: bool = True,
+    wandb: WandbMode = "off",
+    project: str = "weftmoe",
+    name: str | None = None,
 ) -> Sinks:
     """Open the wanted sinks.
 
@@ -90,7 +96,7 @@ def open_sinks(
         header: of this start.
         tensorboard: wanted if it is installed; its absence is only noted.
         wandb: "offline" and "online" are explicit wishes.
-        project: of Weights & Biases.
+        project, name: of Weights & Biases; by default the name is made of variant, seed and run id.
 
     Raises:
         ConfigError: Weights & Biases is asked for and not installed.
@@ -105,6 +111,6 @@ def open_sinks(
     if wandb != "off":
         if importlib.util.find_spec("wandb") is None:
             raise ConfigError(f"telemetry.wandb={wandb!r}, but wandb is not installed; install wandb or set 'off'")
-        made: Any = _Wandb(directory, header, wandb, project)
+        made: Any = _Wandb(directory, header, wandb, project, name)
         sinks.append(made)
     return Sinks(sinks, tuple(missing))
