@@ -89,6 +89,18 @@ def test_offers_travel_as_plain_data(offer: object) -> None:
     assert m.decode_request(data) == message
 
 
+def test_checksums_travel_raw_behind_the_announcement() -> None:
+    raw = bytes(range(256)) * 2  # line breaks and all
+    fields: dict = {"run_id": "run", "session": "a" * 16, "request": 3, "version": 1, "nonce": "b" * 16}
+    begin = m.Begin(plan_digest="c" * 64, limit=1, checksums=raw, leaves={0: "d" * 64}, digest="e" * 64, **fields)
+    data = m.encode(begin)
+    assert data.endswith(b"\n" + raw)
+    assert m.decode_request(data) == begin
+    assert m.request_number(data + b"x") == 3
+    with pytest.raises(ChannelError, match="4 bytes behind a Verify message"):
+        m.decode_request(m.encode(m.Verify(**fields)) + b"\nmore")
+
+
 def test_an_offer_cannot_name_a_file_outside_the_folder() -> None:
     for name in ("../etc/passwd", "weftpub-a/../../x", "/dev/shm/weftpub-x", "other"):
         with pytest.raises(ValueError, match="name"):

@@ -5,9 +5,12 @@ from collections.abc import Sequence
 import zmq
 
 from weftpub.channel.address import CurveKeys, check_address, check_socket_owner, socket_path
+from weftpub.channel.waiting import look
 from weftpub.wire.messages import MAX_MESSAGE_BYTES
 
 __all__ = ["ChannelClient", "wait_any"]
+
+_LOOK_S = 0.001  # how long a wait stays awake
 
 
 class ChannelClient:
@@ -74,6 +77,7 @@ class ChannelClient:
 
 def wait_any(clients: Sequence[ChannelClient], seconds: float) -> list[ChannelClient]:
     """The clients for which a reply has arrived, after at most `seconds`."""
+    look([client.socket for client in clients], min(_LOOK_S, seconds))
     poller = zmq.Poller()
     for client in clients:
         poller.register(client.socket, zmq.POLLIN)

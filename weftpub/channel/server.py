@@ -11,6 +11,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from weftpub.channel.address import CurveKeys, check_address, claim_socket_path, socket_path
 from weftpub.channel.presence import announce, withdraw
+from weftpub.channel.waiting import look
 from weftpub.errors import ChannelError
 from weftpub.wire.messages import MAX_MESSAGE_BYTES
 
@@ -58,8 +59,13 @@ class ChannelServer:
                 raise
         self.address = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
-    def receive(self, seconds: float) -> tuple[bytes, bytes] | None:
-        """The next (client, data), None if there is none within `seconds`."""
+    def receive(self, seconds: float, awake: float = 0.0) -> tuple[bytes, bytes] | None:
+        """The next (client, data), None if there is none within `seconds`.
+
+        For the first `awake` seconds it stays awake: for who has just answered and is likely to be asked again.
+        """
+        if awake:
+            look([self._socket], min(awake, seconds))
         if not self._socket.poll(max(0, int(seconds * 1000)), zmq.POLLIN):
             return None
         frames = self._socket.recv_multipart()

@@ -13,6 +13,7 @@ from weftpub.wire.messages import decode_request, encode, request_number
 __all__ = ["ReceiverThread", "serve"]
 
 _POLL_S = 0.1
+_AWAKE_S = 0.002  # how long the loop stays awake after an answer
 
 
 def serve(
@@ -42,8 +43,10 @@ def serve(
         try:
             if ready is not None:
                 ready(server.address)
+            answered = False
             while stop is None or not stop.is_set():
-                received = server.receive(_POLL_S)
+                received = server.receive(_POLL_S, _AWAKE_S if answered else 0.0)
+                answered = received is not None
                 if received is not None:
                     client, data = received
                     answer = answer_to(receiver, data)

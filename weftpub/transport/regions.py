@@ -179,6 +179,7 @@ class RegionTable:
         offsets = [dense_offset(view) for view in self._views]
         self._dense = np.array([offset is not None for offset in offsets], dtype=np.bool_)
         self._offset = np.array([0 if offset is None else offset for offset in offsets], dtype=np.int64)
+        self._all = np.arange(len(self._views), dtype=np.int64)
         self._sums: dict[torch.device, weftpub_kernels.SpanChecksums] = {}
 
     def __len__(self) -> int:
@@ -198,7 +199,7 @@ class RegionTable:
         Raises:
             TransportError: a region does not lie inside its tensor.
         """
-        wanted = np.arange(len(self._views)) if only is None else np.asarray(only, dtype=np.int64)
+        wanted = self._all if only is None else np.asarray(only, dtype=np.int64)
         result = np.zeros(len(self._views), dtype=np.uint64)
         dense = wanted[self._dense[wanted]]
         if len(dense):
@@ -219,12 +220,17 @@ class RegionTable:
                 f"the tensor has {places.reaches[owner[first]]}"
             )
         addresses = places.bases[owner] + offset
+        if places.device is not None:
+            result[numbers] = self._compute(places.device, addresses, nbytes)
+            return
         for device in dict.fromkeys(places.devices):
-            if device not in self._sums:
-                self._sums[device] = weftpub_kernels.SpanChecksums(device)
             here = np.array([d == device for d in places.devices], dtype=np.bool_)[owner]
-            found = self._sums[device].compute(addresses[here], nbytes[here])
-            result[numbers[here]] = found.cpu().numpy().view(np.uint64)
+            result[numbers[here]] = self._compute(device, addresses[here], nbytes[here])
+
+    def _compute(self, device: torch.device, addresses: Integers, nbytes: Integers) -> Checksums:
+        if device not in self._sums:
+            self._sums[device] = weftpub_kernels.SpanChecksums(device)
+        return self._sums[device].compute(addresses, nbytes).cpu().numpy().view(np.uint64)
 
     def _sum_strided(self, tensors: FlatTensors, numbers: list[int], scratch_bytes: int, result: Checksums) -> None:
         """Checksums of the others, of dense copies."""

@@ -142,7 +142,7 @@ class Begin(_Request):
 
     Attributes:
         limit: most bytes of a chunk; the piece table follows from it and the plan part.
-        checksums: this rank's checksums, 8 bytes a piece, little-endian.
+        checksums: this rank's checksums, 8 bytes a piece, little-endian. They travel as they are, behind the JSON.
         leaves: receiver rank to the hash of its checksums.
         digest: of the whole manifest; the receiver computes it too.
         allow_rollback: accept a version below the one that is held.
@@ -153,7 +153,7 @@ class Begin(_Request):
     nonce: str = _NONCE
     plan_digest: str = _DIGEST
     limit: int = Field(ge=1)
-    checksums: bytes = Field(max_length=_MAX_CHECKSUM_BYTES)
+    checksums: bytes = Field(default=b"", max_length=_MAX_CHECKSUM_BYTES, exclude=True)
     leaves: dict[int, str]
     digest: str = _DIGEST
     allow_rollback: bool = False
@@ -377,8 +377,12 @@ def plain_text(text: str, limit: int = _MAX_ERROR) -> str:
 
 
 def encode(message: BaseModel) -> bytes:
-    """A message as JSON bytes; ChannelError if it is larger than a peer would take."""
-    data = message.model_dump_json().encode()
+    """A message as JSON, and behind a line break what it carries as raw bytes; ChannelError if it is larger than a peer
+    would take.
+    """
+    data = message.model_dump_json().encode()  # line breaks in JSON text are escaped
+    if isinstance(message, Begin):
+        data += b"\n" + message.checksums
     if len(data) > MAX_MESSAGE_BYTES:
         raise ChannelError(
             f"a {type(message).__name__} message of {len(data)} bytes exceeds the limit of {MAX_MESSAGE_BYTES}"
@@ -388,25 +392,33 @@ def encode(message: BaseModel) -> bytes:
 
 def decode_request(data: bytes) -> Request:
     """Read a request; ChannelError, with the first fault, if it is not one."""
-    return _decode(_REQUEST, data, "request")
+    text, _, raw = data.partition(b"\n")
+    request = _decode(_REQUEST, text, "request", len(data))
+    if not raw:
+        return request
+    if not isinstance(request, Begin) or len(raw) > _MAX_CHECKSUM_BYTES:
+        raise ChannelError(
+            f"not a request of this protocol: {len(raw)} bytes behind a {type(request).__name__} message"
+        )
+    return request.model_copy(update={"checksums": raw})
 
 
 def request_number(data: bytes) -> int | None:
     """The request number in data that `decode_request` refused, so that it can be answered; None if there is none."""
     try:
-        return _NUMBER.validate_json(data[:MAX_MESSAGE_BYTES]).request
+        return _NUMBER.validate_json(data[:MAX_MESSAGE_BYTES].partition(b"\n")[0]).request
     except ValidationError:
         return None
 
 
 def decode_reply(data: bytes) -> Reply:
     """Read a reply; ChannelError, with the first fault, if it is not one."""
-    return _decode(_REPLY, data, "reply")
+    return _decode(_REPLY, data, "reply", len(data))
 
 
-def _decode[T](adapter: TypeAdapter[T], data: bytes, what: str) -> T:
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise ChannelError(f"a {what} of {len(data)} bytes exceeds the limit of {MAX_MESSAGE_BYTES}")
+def _decode[T](adapter: TypeAdapter[T], data: bytes, what: str, nbytes: int) -> T:
+    if nbytes > MAX_MESSAGE_BYTES:
+        raise ChannelError(f"a {what} of {nbytes} bytes exceeds the limit of {MAX_MESSAGE_BYTES}")
     try:
         return adapter.validate_json(data)
     except ValidationError as error:
