@@ -97,7 +97,6 @@ class Room:
     def settings(
         self, name: str, variant: str, seed: int, steps: int, *more: str, deterministic: bool = False
     ) -> Settings:
-        share = 0.55 / max(1, self.options.side_by_side)
         overrides = [
             f"out={self.out / 'runs' / name}",
             f"seed={seed}",
@@ -105,7 +104,7 @@ class Room:
             f"model.path={self.out / 'models' / f'seed-{seed}'}",
             "telemetry.tensorboard=false",
             "telemetry.progress=true",
-            *([] if self.options.cpu else [f"rollout.memory_fraction={share:.3f}", "rollout.attention_backend=triton"]),
+            *([] if self.options.cpu else ["rollout.memory_fraction=0.6", "rollout.attention_backend=triton"]),
             # Only the comparison of bytes needs deterministic kernels, which are slower.
             f"train.deterministic={str(deterministic).lower()}",
             *(["algorithm.prompts=4", "algorithm.completions=4"] if self.options.tiny else []),

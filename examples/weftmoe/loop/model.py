@@ -1,5 +1,6 @@
 """Builds the Megatron-core model of a run: TransformerEngine's layers on GPUs, the local spec elsewhere."""
 
+import os
 from typing import Any
 
 import torch
@@ -27,9 +28,10 @@ def prepare_process(settings: Settings) -> torch.device:
         if not torch.cuda.is_available():
             cpu_megatron.install()
         return torch.device("cpu")
+    if settings.train.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
     if torch.distributed.is_torchelastic_launched():
-        import os
-
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     return torch.device("cuda", torch.cuda.current_device())
 

@@ -9,6 +9,7 @@ Order of a start, the same for a fresh run and after a crash:
 """
 
 import math
+import os
 import platform
 import time
 import uuid
@@ -387,8 +388,6 @@ def _dispatcher_notes(settings: Settings) -> tuple[str, ...]:
 
 def _rank_of_launch() -> int:
     """This process's rank before there is a process group."""
-    import os
-
     return int(os.environ["RANK"]) if torch.distributed.is_torchelastic_launched() else 0
 
 

@@ -211,7 +211,9 @@ class SglangRollout:
             max_staging_bytes=publish.staging_mib << 20,
         )
         self._publisher = self._stack.enter_context(publisher)
-        self._engine = ColocatedEngine(self._handle, publisher, group=group, deadlines=self._deadlines())
+        # Smokes share one GPU: what is free there says nothing about this engine's few megabytes.
+        measured = {"measure": lambda device: None} if self._settings.smoke.enabled else {}
+        self._engine = ColocatedEngine(self._handle, publisher, group=group, deadlines=self._deadlines(), **measured)
 
     def _publish_native(self, version: int, sources: Mapping[str, torch.Tensor], began: float) -> Published:
         if self._handle is not None:
@@ -308,6 +310,9 @@ def engine_arguments(settings: Settings, directory: Path) -> dict[str, Any]:
         # Seeds of requests count, and a request does not depend on its company.
         "enable_deterministic_inference": settings.train.deterministic,
     }
+    if settings.smoke.enabled:
+        # A cache for what can run at once, whatever the GPU has: several smokes may share one.
+        arguments["max_total_tokens"] = rollout.max_running * settings.length.context
     if rollout.moe_a2a != "none":
         arguments["moe_a2a_backend"] = rollout.moe_a2a
     if rollout.dp_attention:
