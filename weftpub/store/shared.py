@@ -17,7 +17,7 @@ from weftpub.memory import (
     sharing_obstacle,
 )
 from weftpub.store.layout import BUFFERS, MatrixView, StoreLayout
-from weftpub.store.sums import content_digest, read_checksums
+from weftpub.store.sums import StoreSums, content_digest
 from weftpub.wire.identity import local_identity
 
 __all__ = ["layout_of", "shared_allocator", "shared_canonical", "shared_catalogue", "verify_shared"]
@@ -78,7 +78,8 @@ def verify_shared(memory: SharedAllocation) -> int:
     if obstacle is not None or standing.committed is None:
         raise TornError(f"shared memory {memory.id[:8]}: must not be served: {obstacle}; publish a complete version")
     memory.admit_reading()
-    found = content_digest(read_checksums(shared_canonical(memory)))
+    sums = StoreSums(layout_of(memory.catalogue), shared_canonical(memory), memory.device)
+    found = content_digest(sums.read())
     if found != standing.digest:
         raise ChecksumError(
             f"shared memory {memory.id[:8]}: generation {standing.generation} was sealed with digest "

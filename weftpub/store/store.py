@@ -30,7 +30,7 @@ from weftpub.store.layout import BUFFERS, CanonicalEntry, Format, LayerStore, Ma
 from weftpub.store.ledger import PARTS, Ledger
 from weftpub.store.memory import StoreMemory
 from weftpub.store.report import SealReport, Step, StoreWriter
-from weftpub.store.sums import content_digest, fused_checksums, read_checksums
+from weftpub.store.sums import StoreSums, content_digest
 
 __all__ = ["ExpertStore"]
 
@@ -89,6 +89,7 @@ class ExpertStore:
         self._index = {matrix.name: i for i, matrix in enumerate(self.layout.matrices)}
         self._entries = tuple(self.layout.entries())
         self._canonical = tuple(self._canonical_tensor(entry) for entry in self._entries)
+        self._sums = StoreSums(self.layout, self._canonical, self.device)
         self._writer = StoreWriter(self._write)
         largest = max(sum(tensor.nbytes for tensor in self._published(index)) for index in range(len(self._index)))
         self._meter = ChangeMeter(largest, self.device, memory) if measure_change else None
@@ -451,16 +452,15 @@ class ExpertStore:
             self._shared_wt_of = (position, generation)
 
     def _report(self, generation: int) -> SealReport:
-        total = sum(item.tensor.nbytes for item in self._canonical)
+        total = self._sums.nbytes
         changed = None if self._meter is None else self._meter.total() if self._comparable else total
         sums: dict[Projection, torch.Tensor] = {
             p: tiles for p in BUFFERS if (tiles := self._encoder.tile_sums(p)) is not None
         }
-        checksums = fused_checksums(self.layout, self._canonical, sums)
-        return SealReport(generation, len(self._index), changed, total, Checksums.of(checksums, self._checksums))
+        return SealReport(generation, len(self._index), changed, total, self._sums.fused(sums))
 
     def _compute_checksums(self) -> Checksums:
-        return Checksums.of(read_checksums(self._canonical), self._checksums)
+        return self._sums.read()
 
     def _require_number(self, generation: int) -> None:
         if type(generation) is not int or not 0 <= generation < 1 << 63:

@@ -1,5 +1,8 @@
-"""64-bit checksums of canonical tensors: weights from the tile sums that the quantizer left, without reading a byte
-again.
+"""64-bit checksums of a store's canonical tensors: weights from the tile sums that the quantizer left, without reading
+a byte again.
+
+A seal stands between the last update and the publish, so nothing here is done tensor by tensor: names, places and sizes
+are worked out once, and a seal is a few array operations and launches.
 """
 
 import hashlib
@@ -9,36 +12,96 @@ import numpy as np
 import torch
 
 from weftpub.canonical import CanonicalTensor, Projection
+from weftpub.checksums import Checksums
 from weftpub.store.layout import StoreLayout
-from weftpub_kernels import checksum_many, checksum_rows_from_sums
+from weftpub_kernels import SpanChecksums, checksum_rows_from_sums
 
-__all__ = ["content_digest", "fused_checksums", "read_checksums"]
+__all__ = ["StoreSums", "content_digest"]
 
-
-def read_checksums(tensors: Sequence[CanonicalTensor]) -> dict[str, int]:
-    """Canonical name to checksum (signed 64-bit, as `weftpub_kernels.checksum`), by reading every byte once."""
-    values = checksum_many([item.tensor for item in tensors]).tolist()
-    return {item.name: value for item, value in zip(tensors, values, strict=True)}
+type _Indices = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
-def fused_checksums(
-    layout: StoreLayout, tensors: Sequence[CanonicalTensor], sums: Mapping[Projection, torch.Tensor]
-) -> dict[str, int]:
-    """The same, weights from their tile sums ``[layers * experts, M/128, N/128, 8]`` and only the scales read."""
-    weights: dict[str, int] = {}
-    for projection, tiles in sums.items():
-        matrices = [matrix for matrix in layout.matrices if matrix.projection == projection]
-        shape = (len(matrices), *layout.shape(projection))
-        for part in layout.family.parts[projection]:
-            rows = layout.family.rows(matrices[0], part, shape[1])
-            values = checksum_rows_from_sums(tiles, shape, rows.start, rows.stop).tolist()
-            names = [layout.family.name(matrix, part, "weight") for matrix in matrices]
-            weights.update(zip(names, values, strict=True))
-    found = weights | read_checksums([item for item in tensors if item.name not in weights])
-    return {item.name: found[item.name] for item in tensors}
+class StoreSums:
+    """Checksums of one store's canonical tensors (signed 64-bit, as `weftpub_kernels.checksum`).
+
+    Args:
+        layout: of the store.
+        tensors: its canonical tensors, in order, while they have memory. Their storages may move afterwards.
+        device: where they are.
+    """
+
+    def __init__(self, layout: StoreLayout, tensors: Sequence[CanonicalTensor], device: torch.device) -> None:
+        self._names = tuple(item.name for item in tensors)
+        self._spans = SpanChecksums(device)
+        self._rest_spans = SpanChecksums(device)
+        self._storages: list[torch.UntypedStorage] = []
+        known: dict[int, int] = {}
+        owners: list[int] = []
+        for item in tensors:
+            storage = item.tensor.untyped_storage()
+            if storage._cdata not in known:
+                known[storage._cdata] = len(self._storages)
+                self._storages.append(storage)
+            owners.append(known[storage._cdata])
+        self._owner = _integers(owners)
+        self._offset = _integers([int(item.tensor.storage_offset()) * item.tensor.element_size() for item in tensors])
+        self._count = _integers([item.tensor.nbytes for item in tensors])
+        self._parts = list(_parts(layout, self._names))
+        weights = [places for _, _, _, _, places in self._parts]
+        self._rest = np.setdiff1d(np.arange(len(tensors)), np.concatenate(weights)) if weights else _integers([])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return int(self._count.sum())
+
+    def read(self) -> Checksums:
+        """By reading every byte once; waits for the device."""
+        values = self._spans.compute(self._addresses(), self._count)
+        return Checksums(self._names, values.cpu().numpy())
+
+    def fused(self, sums: Mapping[Projection, torch.Tensor]) -> Checksums:
+        """The same, weights from their tile sums ``[layers * experts, M/128, N/128, 8]`` and only the scales read; all
+        of it read where there are no tile sums.
+        """
+        if not sums:
+            return self.read()
+        found = [
+            checksum_rows_from_sums(sums[projection], shape, first, last)
+            for projection, shape, first, last, _ in self._parts
+        ]
+        found.append(self._rest_spans.compute(self._addresses()[self._rest], self._count[self._rest]))
+        values = np.empty(len(self._names), dtype=np.int64)
+        order = np.concatenate([*(places for *_, places in self._parts), self._rest])
+        values[order] = torch.cat([part.reshape(-1) for part in found]).cpu().numpy()
+        return Checksums(self._names, values)
+
+    def _addresses(self) -> _Indices:
+        return _integers([storage.data_ptr() for storage in self._storages])[self._owner] + self._offset
 
 
-def content_digest(checksums: Mapping[str, int]) -> str:
+def content_digest(checksums: Checksums) -> str:
     """Hex sha256 over the checksums of all canonical tensors of a layout, in its order: equal digests of one layout
     mean equal bytes."""
-    return hashlib.sha256(np.fromiter(checksums.values(), dtype="<i8", count=len(checksums)).tobytes()).hexdigest()
+    return hashlib.sha256(checksums.values_in_order.astype("<i8", copy=False).tobytes()).hexdigest()
+
+
+def _parts(
+    layout: StoreLayout, names: Sequence[str]
+) -> "list[tuple[Projection, tuple[int, int, int], int, int, _Indices]]":
+    """For each row range of the two projections: projection, shape of all its matrices, first and last row, and where
+    the weights of this range stand among the canonical tensors, matrix by matrix."""
+    place = {name: index for index, name in enumerate(names)}
+    found: list[tuple[Projection, tuple[int, int, int], int, int, _Indices]] = []
+    for projection, parts in layout.family.parts.items():
+        matrices = [matrix for matrix in layout.matrices if matrix.projection == projection]
+        shape = (len(matrices), *layout.shape(projection))
+        for part in parts:
+            rows = layout.family.rows(matrices[0], part, shape[1])
+            places = _integers([place[layout.family.name(matrix, part, "weight")] for matrix in matrices])
+            found.append((projection, shape, rows.start, rows.stop, places))
+    return found
+
+
+def _integers(values: Sequence[int]) -> _Indices:
+    return np.array(values, dtype=np.int64)
