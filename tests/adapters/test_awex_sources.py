@@ -303,6 +303,35 @@ def test_an_offloaded_trainer_is_planned_with_all_the_same() -> None:
     assert trainer_shards(model, store, BASE).shards == expected.shards
 
 
+@pytest.mark.parametrize("prefix", ["module.", "module.module.language_model."])
+def test_transformer_engines_names_mean_the_same(prefix: str) -> None:
+    """Its layers keep the norm before attention inside the projection, and grouped experts number their weights."""
+    from weftpub_adapters.awex import SourceMapping
+
+    model, store, config = hybrid(mtp_num_hidden_layers=1)
+    kinds = [*config["layer_types"], "full_attention"]
+
+    def renamed(name: str) -> str:
+        plain = name.removeprefix("module.")
+        layer = -1 if plain.startswith("mtp.") else int(plain.split(".")[2]) if "decoder.layers." in plain else 0
+        fused = "linear_qkv" if kinds[layer] == "full_attention" else "in_proj"
+        plain = plain.replace(".input_layernorm.weight", f".self_attention.{fused}.layer_norm_weight")
+        if ".local_experts." in plain:
+            before, _, after = plain.partition(".local_experts.")
+            expert, linear, _ = after.split(".")
+            plain = f"{before}.{linear}.weight{expert}"
+        return prefix + plain
+
+    named = {renamed(name): parameter for name, parameter in model.named_parameters()}
+    te = SimpleNamespace(config=model.config, named_parameters=named.items, named_buffers=lambda: ())
+    there, here = (SourceMapping(m, store, config).views for m in (te, model))
+    assert there.keys() == here.keys()
+    for name, view in here.items():
+        assert (there[name].offset, there[name].shape) == (view.offset, view.shape)
+        same = view.param if view.param == name or view.param.startswith("store.") else renamed(view.param)
+        assert there[name].param == same
+
+
 def test_an_output_norm_that_is_not_zero_centred_is_refused() -> None:
     """AWEX adds one to it whatever the trainer's norms mean."""
     from weftpub_adapters.awex import SourceMapping
