@@ -13,8 +13,8 @@ the engine's bytes are compared with the store's checksums. Beside the publish, 
 same bytes (the floor), `torch._foreach_copy_` of the tensors, and SGLang's own way, `WeightUpdater.
 update_weights_from_tensor`, with named tensors and with flattened buckets: its serializer, its IPC, its loaders.
 
-Writes OUT/publish_speed.json and prints the rows; exits with 1 if a byte is wrong. `--tiny` checks the script on a CPU,
-through shared memory.
+Writes OUT/publish_speed.json (`publish_speed_page.py` makes a page of it) and prints the rows; exits with 1 if a byte
+is wrong. `--tiny` checks the script on a CPU, through shared memory.
 """
 
 import argparse
@@ -30,6 +30,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -565,6 +566,9 @@ def sglang_sections(report: Report, trainer: Trainer, engine: Engine, repeats: i
 def environment() -> dict[str, Any]:
     """What ran where."""
     found = {"python": platform.python_version(), "torch": torch.__version__, "cpus": os.cpu_count()}
+    for package in ("triton", "sglang"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
     if DEVICE.type == "cuda":
         found |= {"gpu": torch.cuda.get_device_name(0), "cuda": str(torch.version.cuda)}
     return found
@@ -576,6 +580,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tiny", action="store_true", help="small sizes, to check this script")
     parser.add_argument("--cycles", type=int, default=20)
+    parser.add_argument("--commit", default="", help="what is measured, for the page")
     parser.add_argument("--engine", choices=("sglang", "plain"), default="sglang")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -598,7 +603,8 @@ def main() -> int:
                 sglang_sections(report, trainer, engine, max(3, options.cycles // 5))
         finally:
             engine.stop()
-            data = {"environment": environment(), "sizes": asdict(sizes), "bytes": trainer.nbytes, "rows": report.rows}
+            where = environment() | {"commit": options.commit, "engine": options.engine}
+            data = {"environment": where, "sizes": asdict(sizes), "bytes": trainer.nbytes, "rows": report.rows}
             data["failures"] = report.failures
             (options.out / "publish_speed.json").write_text(json.dumps(data, indent=1))
     return 1 if report.failures else 0
