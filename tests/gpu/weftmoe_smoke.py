@@ -40,6 +40,9 @@ from weftmoe.smoke import make_model
 from weftmoe.telemetry import LOG_NAME, read_log
 
 ROOT = Path(__file__).resolve().parents[2]
+# Few problems, that come again every few steps: fifty steps show learning above the noise of sampling. On a CPU thirty
+# steps of this size raised the reward from 0.35 to 0.66.
+TASK = ("smoke.problems=64", "algorithm.prompts=16", "algorithm.completions=16", "optimizer.lr=2e-4")
 PLUGIN = "[sglang.srt.plugins]\nweftpub = weftpub_adapters.sglang.plugin:register\n"
 
 
@@ -107,6 +110,7 @@ class Room:
             *([] if self.options.cpu else ["rollout.memory_fraction=0.6", "rollout.attention_backend=triton"]),
             # Only the comparison of bytes needs deterministic kernels, which are slower.
             f"train.deterministic={str(deterministic).lower()}",
+            *TASK,
             *(["algorithm.prompts=4", "algorithm.completions=4"] if self.options.tiny else []),
             *self.options.set,
             *more,
@@ -115,7 +119,7 @@ class Room:
 
     def model(self, seed: int) -> None:
         """Make a seed's model once; its variants start from the same weights."""
-        base = composed.load("bf16", smoke=self.place, overrides=list(self.options.set))
+        base = composed.load("bf16", smoke=self.place, overrides=[*TASK, *self.options.set])
         limit = 20 if self.options.tiny else max(self.options.warmup, base.smoke.warmup_steps)
         smoke = base.smoke.model_copy(update={"warmup_steps": limit})
         directory = self.out / "models" / f"seed-{seed}"
