@@ -9,14 +9,12 @@ Every function works in the primary context of the device, which is the one that
 """
 
 import ctypes
-from collections.abc import Generator, Iterable
-from contextlib import contextmanager
-from functools import cache
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 
-from weftpub.errors import TransportError
+from weftpub.memory.driver import check as _check
+from weftpub.memory.driver import current as _current
 
 __all__ = [
     "Region",
@@ -42,44 +40,6 @@ type Region = tuple[int, int]  # address and bytes of a whole allocation
 
 class _IpcHandle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_char * 64),)
-
-
-@cache
-def _driver() -> Any:
-    try:
-        library = ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        raise TransportError(f"the CUDA driver cannot be loaded ({error}); CUDA IPC needs it") from error
-    _check(library.cuInit(0), "cuInit", library)
-    return library
-
-
-def _check(status: int, call: str, library: Any = None) -> None:
-    if status == 0:
-        return
-    text = ctypes.c_char_p()
-    (library or _driver()).cuGetErrorString(status, ctypes.byref(text))
-    words = text.value.decode() if text.value else "unknown error"
-    raise TransportError(f"{call} failed: {words} (CUDA error {status})")
-
-
-@cache
-def _primary_context(index: int) -> ctypes.c_void_p:
-    """The device's primary context, retained for the life of the process as PyTorch itself does."""
-    device, context = ctypes.c_int(), ctypes.c_void_p()
-    _check(_driver().cuDeviceGet(ctypes.byref(device), index), "cuDeviceGet")
-    _check(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "cuDevicePrimaryCtxRetain")
-    return context
-
-
-@contextmanager
-def _current(index: int) -> Generator[Any]:
-    driver = _driver()
-    _check(driver.cuCtxPushCurrent_v2(_primary_context(index)), "cuCtxPushCurrent")
-    try:
-        yield driver
-    finally:
-        _check(driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p())), "cuCtxPopCurrent")
 
 
 def allocate(index: int, nbytes: int) -> int:
