@@ -14,9 +14,12 @@ from typing import Any
 
 import torch
 
-__all__ = ["ENGINE", "STEP_S", "environment", "install_plugins", "register"]
+from weftpub.errors import ConfigError
+
+__all__ = ["ENGINE", "REFUSE", "STEP_S", "environment", "install_plugins", "register"]
 
 STEP_S = 0.02  # of one forward pass
+REFUSE = "WEFTPUB_TEST_REFUSE"
 
 # Settings with which an engine of a tiny model starts in half a minute.
 ENGINE: dict[str, Any] = {
@@ -72,8 +75,28 @@ def register() -> None:
     import sglang.srt.distributed.device_communicators.pynccl as pynccl
     from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
 
+    _refuse_on_demand()
     pynccl.PyNcclCommunicator = lambda *_, **__: SimpleNamespace(disabled=True, available=False, world_size=1)
     Qwen3MoeForCausalLM.forward = _count
+
+
+def _refuse_on_demand() -> None:
+    """Rank 1 finds itself unfit while the file exists that `REFUSE` names."""
+    path = os.environ.get(REFUSE)
+    if path is None:
+        return
+    import weftpub_adapters.sglang.plugin.worker as worker
+
+    original = worker.refuse_unfit
+
+    def refuse_unfit(scheduler: Any) -> None:
+        from sglang.srt.runtime_context import get_parallel
+
+        if get_parallel().tp_rank == 1 and Path(path).exists():
+            raise ConfigError("rank 1 cannot be published to")
+        original(scheduler)
+
+    worker.refuse_unfit = refuse_unfit
 
 
 @torch.no_grad()

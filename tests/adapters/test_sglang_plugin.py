@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import fp8_tensors
-from cpu_engine import ENGINE, environment, install_plugins
+from cpu_engine import ENGINE, REFUSE, environment, install_plugins
 from layouts import LAYOUTS
 
 from weftpub.channel import Deadlines
@@ -29,7 +29,8 @@ from weftpub.version import EngineState
 from weftpub_adapters.sglang.driver import ColocatedEngine, Completion, DriverDeadlines, LocalEngine
 from weftpub_adapters.sglang.driver.model_directory import write_engine_directory
 
-pytestmark = pytest.mark.isolated("sglang")
+# An engine changes its process: signal handlers, start method, SGLang's runtime context. Other tests have their own.
+pytestmark = [pytest.mark.isolated("sglang-engine"), pytest.mark.slow]
 
 LAYOUT = "tp2-ep2"
 CONFIG = LAYOUTS[LAYOUT].config
@@ -91,13 +92,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     (folder / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
     model = write_engine_directory(folder / "model", folder / "config.json")
     before = dict(os.environ)
-    os.environ.update(environment(2))
+    os.environ.update({**environment(2), REFUSE: str(folder / "refuse")})
     try:
         engine = LocalEngine.start(model_path=str(model), tp_size=2, ep_size=2, deadlines=DEADLINES, **ENGINE)
     finally:
         os.environ.clear()
         os.environ.update(before)
     try:
+        started_on_one_rank_only(engine, folder)
         peers = engine.start_receivers(RUN, folder / "s")
         waits = Deadlines.all(60.0)
         with Publisher(RUN, None, peers, commit_path=folder / "commit.json", deadlines=waits) as publisher:
@@ -107,6 +109,16 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
                 yield World(engine, publisher, step, folder, pool)
     finally:
         engine.shutdown()
+
+
+def started_on_one_rank_only(engine: LocalEngine, folder: Path) -> None:
+    """One rank is unfit: all say so before any comes to rest. A rank that had stopped alone would leave the other in
+    the middle of a forward pass, waiting for it."""
+    (folder / "refuse").touch()
+    with pytest.raises(ChannelError, match="did not start: tensor parallel rank 1: ConfigError: rank 1 cannot be"):
+        engine.start_receivers(RUN, folder / "s")
+    (folder / "refuse").unlink()
+    assert len(engine.generate([[9, 1]], {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True})[0].tokens) == 2
 
 
 def planned(publisher: Publisher) -> Plan:
@@ -213,7 +225,7 @@ def test_changed_bytes_fence_the_engine_until_a_complete_publish(world: World) -
 def test_a_publish_to_an_engine_that_was_not_drained_is_refused_and_harmless(world: World) -> None:
     """Ranks of one engine must stop at the same step; a receiver cannot stop its own."""
     old = world.engine.weight_version()
-    asked = world.ask(1, 200)
+    asked = world.ask(1, 100)
     time.sleep(0.2)
     with pytest.raises(StateError, match="was not paused"):
         world.publisher.publish(int(old) + 1, sources(int(old) + 1))
