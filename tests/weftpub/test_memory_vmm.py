@@ -4,6 +4,7 @@ import ctypes
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,6 +12,7 @@ from weftpub.errors import TransportError
 from weftpub.memory import sharing_obstacle, vmm
 from weftpub.memory.driver import check
 from weftpub.memory.vmm import Access, AccessDescription, AllocationProperties, Location, properties
+from weftpub_kernels import ShapeError, SpanChecksums, SpanCopies
 
 bindings = pytest.importorskip("cuda.bindings.driver", reason="cuda-python is not installed")
 
@@ -74,3 +76,19 @@ def test_a_system_without_memory_files_is_named(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr("os.memfd_create", refuse)
     assert "memfd_create failed: Operation not permitted" in (sharing_obstacle(torch.device("cpu")) or "")
+
+
+def test_low_addresses_of_piecewise_mapped_memory_are_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver maps memory of expandable segments and memory savers from 0x302000000 on. A check that took every
+    address below 2^40 for a released tensor refused all publishes to an engine with a memory saver."""
+    seen: list[int] = []
+    for kind in (SpanChecksums, SpanCopies):
+        monkeypatch.setattr(kind, "_on_gpu", lambda self, table, *_: seen.append(int(table.reshape(-1)[0])))
+    gpu, low, released = torch.device("cuda", 0), 0x302000000, 1 << 32
+    SpanChecksums(gpu).compute(np.array([low]), np.array([16]))
+    SpanCopies(gpu).copy(np.array([[low, low + 4096, 16, 1, 16, 16]]))
+    assert seen == [low, low]
+    with pytest.raises(ShapeError, match="is a tensor offloaded"):
+        SpanChecksums(gpu).compute(np.array([released]), np.array([16]))
+    with pytest.raises(ShapeError, match="is a tensor offloaded"):
+        SpanCopies(gpu).copy(np.array([[released, low, 16, 1, 16, 16]]))
