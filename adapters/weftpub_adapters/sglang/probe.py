@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from weftpub.errors import ConfigError
 from weftpub.masters import ExpertMatrix
 from weftpub_adapters.sglang.build import ServedModel
+from weftpub_adapters.sglang.placement import expert_slots
 
 __all__ = ["LayerProbe", "probe_layer"]
 
@@ -26,7 +27,7 @@ class LayerProbe:
     Attributes:
         sha256: matrix name to the SHA-256 of this rank's dequantized BF16 weight, row-major: fc1 ``[2I, H]``, fc2
             ``[H, I]`` with I this rank's part of the intermediate size.
-        output: FP32 ``[tokens, H]``; the layer's output is the sum over all ranks.
+        output: FP32 ``[tokens, H]``; the routed experts' output is the sum over all ranks. Shared experts are left out.
         expert_ids, expert_weights: the routing used, ``[tokens, k]``.
     """
 
@@ -65,13 +66,14 @@ def probe_layer(
         expert_ids, expert_weights = _route(served, block, x)
     expert_ids, expert_weights = expert_ids.to(x.device), expert_weights.to(x.device, torch.float32)
     w13, w2 = _dequantized(block.experts, "w13"), _dequantized(block.experts, "w2")
-    first = served.parallel.moe_ep_rank * len(w13)
+    slots = _slots(served, block.experts)
     digests: dict[str, str] = {}
     output = torch.zeros_like(x)
-    for local, (fc1, fc2) in enumerate(zip(w13, w2, strict=True)):
-        expert = first + local
+    for (expert, answers), fc1, fc2 in zip(slots, w13, w2, strict=True):
         digests[ExpertMatrix(layer, expert, "fc1").name] = _sha256(fc1)
         digests[ExpertMatrix(layer, expert, "fc2").name] = _sha256(fc2)
+        if not answers:
+            continue
         token, choice = torch.nonzero(expert_ids == expert, as_tuple=True)
         gate, up = F.linear(x[token], fc1.float()).chunk(2, dim=-1)
         contribution = F.linear(F.silu(gate) * up, fc2.float()) * expert_weights[token, choice, None]
@@ -79,11 +81,26 @@ def probe_layer(
     return LayerProbe(digests, output, expert_ids, expert_weights)
 
 
+def _slots(served: ServedModel, experts: torch.nn.Module) -> list[tuple[int, bool]]:
+    """The expert in each slot, and whether the slot answers for it: of several slots with one expert the first does."""
+    from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
+
+    with served.active():
+        name = next(name for name, module in served.model.named_modules() if module is experts)
+        held = expert_slots(served.model)[name]
+        metadata = get_global_expert_location_metadata()
+    if metadata is None:
+        return [(expert, True) for expert in held]
+    first = served.parallel.moe_ep_rank * len(held)
+    row = metadata.physical_to_logical_map_cpu[experts.layer_id].tolist()
+    return [(expert, row.index(expert) == first + local) for local, expert in enumerate(held)]
+
+
 def _block(served: ServedModel, layer: int, hidden: torch.Tensor) -> torch.nn.Module:
     layers = served.model.model.layers
     if not 0 <= layer < len(layers):
         raise ConfigError(f"layer {layer}: the model has layers 0 to {len(layers) - 1}")
-    width = served.hf_config["hidden_size"]
+    width = served.target.config.get_text_config().hidden_size
     if hidden.ndim != 2 or hidden.shape[1] != width:
         raise ConfigError(f"hidden: expected [tokens, {width}], found {list(hidden.shape)}")
     return layers[layer].mlp
@@ -92,8 +109,9 @@ def _block(served: ServedModel, layer: int, hidden: torch.Tensor) -> torch.nn.Mo
 def _route(served: ServedModel, block: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax over all experts, the k largest, rescaled to sum to one where the model says so."""
     probabilities = F.linear(x, block.gate.weight.float()).softmax(dim=-1)
-    weights, ids = probabilities.topk(served.hf_config["num_experts_per_tok"], dim=-1)
-    if served.hf_config.get("norm_topk_prob", False):
+    config = served.target.config.get_text_config()
+    weights, ids = probabilities.topk(config.num_experts_per_tok, dim=-1)
+    if config.norm_topk_prob:
         weights = weights / weights.sum(dim=-1, keepdim=True)
     return ids, weights
 
