@@ -30,9 +30,9 @@ class Tuning:
 
 
 ROWS: list[tuple[float, Tuning]] = [
-    (1.0, Tuning(fixed=True)),
+    (1.0, Tuning()),
     (3.0, Tuning(registers=80, load_evict="evict_first", apart=True)),
-    (float("inf"), Tuning(fixed=True)),
+    (float("inf"), Tuning(store_cache="", turned_cache="", fixed=True)),
 ]
 """(most programs per multiprocessor, tuning), ascending."""
 
