@@ -7,7 +7,13 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ("weftpub", "kernels/weftpub_kernels", "adapters/weftpub_adapters", "examples/weftpub_demo", "examples/weftmoe")
+SOURCES = (
+    "weftpub",
+    "kernels/weftpub_kernels",
+    "adapters/weftpub_adapters",
+    "examples/weftpub_demo",
+    "examples/weftmoe",
+)
 
 
 def lint_imports(root: Path) -> subprocess.CompletedProcess[str]:
