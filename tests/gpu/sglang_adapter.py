@@ -52,6 +52,7 @@ WAITS = Deadlines.all(30.0)
 DRIVER = DriverDeadlines(start=60, drain=120, flush=20, memory=20, release=30, resume=30, control=30, shutdown=30)
 PROMPTS = [[3, 5, 7, 11, 13], [2, 4, 8, 16], [100, 50, 25], [1]]
 MIB = 1 << 20
+STARTED = time.monotonic()
 
 
 class Report:
@@ -327,7 +328,7 @@ class World:
             self.report.check("an engine with CUDA graphs starts", False, str(error))
             self.graphs = False
             self.engine = LocalEngine.start(deadlines=DRIVER, **engine_arguments(self.model, graphs=False))
-        print(f"  engine up after {time.monotonic() - began:.1f} s", flush=True)
+        progress(f"engine up after {time.monotonic() - began:.1f} s")
 
     def connect(self) -> None:
         """A publisher and a driver for the engine that is there."""
@@ -454,6 +455,11 @@ class Reference:
 # Sections.
 
 
+def progress(what: str) -> None:
+    """A line with the time, so that a run that is cut short tells where it was."""
+    print(f"    {time.monotonic() - STARTED:6.1f} s {what}", flush=True)
+
+
 def free_gib() -> float | None:
     if not GPU:
         return None
@@ -475,18 +481,23 @@ def section_cycles(world: World, count: int, *, name: str, compared: set[int]) -
         assert step is not None
         assert publisher is not None
         assert engine is not None
+        say = progress if cycle == 1 else lambda _: None  # kernels are compiled then, which takes most of a minute
         row: dict[str, Any] = {"cycle": cycle, "serving": free_gib()}
         step.drain("drain" if cycle % 2 else "retract")
+        say("drained")
         step.release(["kv_cache"])
         row["without_kv"] = free_gib()
         step.release(["weights"])
         row["released"] = free_gib()
+        say("released")
         trainer.reload()
         world.next_version()
+        say("the trainer holds the version")
         row["trained"] = free_gib()
         with trainer.sources() as (sources, checksums):
             published = step.publish(world.version, sources, checksums, verify_sha256=True)
             own = trainer.sha256()
+        say("published")
         row["publish_ms"] = {phase: round(ms, 2) for phase, ms in published.ms.items()}
         if cycle in compared and world.reference is not None and not world.export(world.version).exists():
             trainer.export(world.export(world.version), world.version)
@@ -494,7 +505,9 @@ def section_cycles(world: World, count: int, *, name: str, compared: set[int]) -
         trainer.offload()
         step.resume()
         step.continue_()
+        say("serving")
         answers = world.generate()
+        say("answered")
         row["allocated"] = torch.cuda.memory_allocated() if GPU else 0
         row["ms"] = {phase: round(ms, 1) for phase, ms in step.ms.items()}
         rows.append(row)
@@ -891,13 +904,13 @@ def make_trainer(world: World, tiny: bool, *, compare: bool) -> None:
     if compare:
         world.first_version()
     world.trainer.offload()
-    print(f"  trainer ready after {time.monotonic() - began:.1f} s", flush=True)
+    progress(f"trainer ready after {time.monotonic() - began:.1f} s")
 
 
 def run_section(world: World, name: str, section: Callable[[], None]) -> None:
     """One section; what it raises is a failed check, and the next one is tried."""
     began = time.monotonic()
-    print(f"== {name}", flush=True)
+    progress(f"== {name}")
     try:
         if name in ("inflight", "faults", "worker") and world.version == 0:
             section_cycles(world, 1, name=f"{name}-first", compared=set())
@@ -915,6 +928,7 @@ def main() -> int:
     parser.add_argument("--cycles", type=int, default=50)
     parser.add_argument("--eager-cycles", type=int, default=10)
     parser.add_argument("--no-reference", action="store_true", help="no second engine to compare tokens with")
+    parser.add_argument("--no-graphs", action="store_true", help="an engine without CUDA graphs everywhere")
     parser.add_argument("--beside", action="store_true", help="others use the GPU: free memory says nothing")
     parser.add_argument("--tiny", action="store_true", help="small sizes, and no trainer where there is no GPU")
     given = parser.parse_args()
@@ -935,7 +949,7 @@ def main() -> int:
     signal.signal(signal.SIGQUIT, note_death)  # the engine starts in another thread, which cannot
     chosen = given.only.split(",")
     began = time.monotonic()
-    world = World(out, report, None, out / "model", graphs="eager" not in chosen or len(chosen) > 1)
+    world = World(out, report, None, out / "model", graphs=not (given.no_graphs or chosen == ["eager"]))
     world.quiet = not given.beside
     model = write_model(out, config_of(Tiny() if given.tiny else Small()) if GPU else PlainTrainer().hf_config)
     import_everything()
