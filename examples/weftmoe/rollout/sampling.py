@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -41,8 +41,8 @@ class Drawn:
 
 
 class _Decoder(Protocol):
-    def cache(self, rows: int, length: int) -> object: ...
-    def __call__(self, tokens: torch.Tensor, start: torch.Tensor, cache: object) -> torch.Tensor: ...
+    def cache(self, rows: int, length: int) -> Any: ...
+    def __call__(self, tokens: torch.Tensor, start: torch.Tensor, cache: Any) -> torch.Tensor: ...
 
 
 @torch.no_grad()

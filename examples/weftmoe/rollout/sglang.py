@@ -26,7 +26,7 @@ from weftpub.channel import Deadlines
 from weftpub.errors import ConfigError, StateError
 from weftpub.publisher import Publisher, RankGroup, SoloGroup, TorchGroup
 from weftpub_adapters.sglang import quantization_config
-from weftpub_adapters.sglang.driver import ColocatedEngine, DriverDeadlines
+from weftpub_adapters.sglang.driver import ColocatedEngine, DriverDeadlines, free_bytes
 
 __all__ = ["SglangRollout", "engine_arguments", "engine_directory"]
 
@@ -212,8 +212,10 @@ class SglangRollout:
         )
         self._publisher = self._stack.enter_context(publisher)
         # Smokes share one GPU: what is free there says nothing about this engine's few megabytes.
-        measured = {"measure": lambda device: None} if self._settings.smoke.enabled else {}
-        self._engine = ColocatedEngine(self._handle, publisher, group=group, deadlines=self._deadlines(), **measured)
+        measure = _unmeasured if self._settings.smoke.enabled else free_bytes
+        self._engine = ColocatedEngine(
+            self._handle, publisher, group=group, deadlines=self._deadlines(), measure=measure
+        )
 
     def _publish_native(self, version: int, sources: Mapping[str, torch.Tensor], began: float) -> Published:
         if self._handle is not None:
@@ -322,6 +324,10 @@ def engine_arguments(settings: Settings, directory: Path) -> dict[str, Any]:
     if not rollout.cuda_graph:
         arguments["disable_cuda_graph"] = True
     return arguments
+
+
+def _unmeasured(device: str) -> None:
+    """Nothing is known about what is free."""
 
 
 def _return_cached_memory() -> None:
