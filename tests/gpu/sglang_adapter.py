@@ -14,6 +14,8 @@ Writes OUT/sglang_adapter.json and exits with 1 if any check fails. Sections sha
     worker    an engine worker killed in the middle of a transfer; a new engine joins
     eager     cycles of an engine without CUDA graphs; the other sections' has them
 
+The first forward passes compile for most of a minute: keep TRITON_CACHE_DIR from one run for the next.
+
 `--tiny` checks this script where there is no GPU: the engine is tests/adapters/cpu_engine.py's, the trainer random
 tensors, and what needs a GPU is left out.
 """
@@ -522,6 +524,7 @@ def section_cycles(world: World, count: int, *, name: str, compared: set[int]) -
             report.check(
                 f"{name}/cycle {cycle}: tokens are those of an engine that loads the export", not detail, detail
             )
+        progress(f"cycle {cycle}: {sum(row['ms'].values()):.0f} ms")
         if cycle in (1, 2, count) or cycle % 10 == 0:
             print(f"  {row}", flush=True)
             report.write()

@@ -6,12 +6,13 @@ Doors into a worker, each on all ranks at once:
     collective_rpc("weftpub_start_receiver", directory=FOLDER)            from an Engine
 
 Both only name the folder in which `receivers.json` says what is asked for. Wrapped are also the release and resume of
-memory, which take the weights away, and `continue_generation`, which a worker that may not serve does not obey: its
-requests wait. Without a receiver every hook passes through.
+memory, which take the weights away; `continue_generation`, which a worker that may not serve does not obey: its
+requests wait; and the idle turns of a paused scheduler. Without a receiver every hook passes through.
 """
 
 import logging
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ __all__ = ["register"]
 logger = logging.getLogger(__name__)
 
 _SCHEDULER = "sglang.srt.managers.scheduler"
+_REST_S = 0.0002  # what a control call may wait longer for a paused scheduler
 
 
 def register() -> None:
@@ -106,6 +108,15 @@ def _continue(original: Callable[..., Any], scheduler: Any, request: Any) -> Any
     return None
 
 
+def _rest(original: Callable[..., Any], scheduler: Any) -> Any:
+    """A turn of a paused scheduler, whose loop spins: it would take the interpreter from the receiver's thread."""
+    output = original(scheduler)
+    worker = worker_of(scheduler)
+    if worker is not None and worker.running:
+        time.sleep(_REST_S)
+    return output
+
+
 def _concerns_weights(tags: list[str] | None) -> bool:
     return not tags or "weights" in tags
 
@@ -116,4 +127,5 @@ _HOOKS: dict[str, Callable[..., Any]] = {
     "release": _release,
     "resume": _resume,
     "continue": _continue,
+    "rest": _rest,
 }
