@@ -17,7 +17,7 @@ import torch
 from weftpub.channel import Deadlines, unix_address
 from weftpub.optim import AdamWHyperparameters, MuonHyperparameters
 from weftpub.publisher import Peer, Publisher
-from weftpub_adapters.awex import canonical_sources, plan_publish
+from weftpub_adapters.awex import SourceMapping, plan_publish
 from weftpub_adapters.megatron import MegatronTrainer, TrainerProbe, TrainerSettings, initialize_parallel, probe_layer
 from weftpub_demo.checks import CheckBook
 from weftpub_demo.config import DemoConfig, OptimizerName, Variant
@@ -59,7 +59,10 @@ class PublishedJob:
         self._publisher = stack.enter_context(publisher)
         progress.phase("planning with AWEX")
         trainer = self._trainer
-        publisher.set_plan(plan_publish(trainer.model, trainer.store, trainer.hf_config, publisher.describe()))
+        plan = plan_publish(trainer.model, trainer.store, trainer.hf_config, publisher.describe())
+        publisher.set_plan(plan)
+        names = {shard.name for shard in plan.sources}
+        self._mapping = SourceMapping(trainer.model, trainer.store, trainer.hf_config, names=names)
 
     def pause(self) -> None:
         """Stop both receivers serving."""
@@ -78,10 +81,10 @@ class PublishedJob:
 
     def publish(self, version: int) -> Published:
         """Publish the store's generation and all other weights; committed by every receiver, or by none."""
-        trainer, seal = self._trainer, self._step.seal
+        seal = self._step.seal
         before = self._masters()
         start = time.perf_counter()
-        sources = canonical_sources(trainer.model, trainer.store, trainer.hf_config)
+        sources = self._mapping.buffers()
         made = (time.perf_counter() - start) * 1e3
         report = self._publisher.publish(version, sources, seal.checksums, verify_sha256=True)
         ms = (time.perf_counter() - start) * 1e3
