@@ -5,6 +5,7 @@ holds, restarts and gives up requests.
 import asyncio
 import json
 import os
+import signal
 import stat
 import threading
 import time
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 from weftpub.errors import ChannelError, ConfigError, DeadlineError, StateError
-from weftpub_adapters.sglang.driver import DriverDeadlines, EngineHandle, HttpEngine
+from weftpub_adapters.sglang.driver import DriverDeadlines, EngineHandle, HttpEngine, local
 from weftpub_adapters.sglang.driver.loop import LoopThread
 from weftpub_adapters.sglang.driver.model_directory import write_engine_directory
 from weftpub_adapters.sglang.driver.requests import Ask, RequestDesk
@@ -251,6 +252,20 @@ def test_requests_are_held_drained_and_restarted_from_their_prompts() -> None:
     loop.close()
     with pytest.raises(StateError, match="shut down"):
         generate([4])
+
+
+def test_an_engine_outside_of_the_main_thread_needs_a_handler_for_its_dead_workers() -> None:
+    """SGLang signals a worker's death with SIGQUIT, which by default ends the process: the trainer."""
+    local._require_quit_handler()
+    with ThreadPoolExecutor(1) as pool:
+        with pytest.raises(ConfigError, match="note_death"):
+            pool.submit(local._require_quit_handler).result()
+        before = signal.signal(signal.SIGQUIT, local.note_death)
+        try:
+            pool.submit(local._require_quit_handler).result()
+            os.kill(os.getpid(), signal.SIGQUIT)
+        finally:
+            signal.signal(signal.SIGQUIT, before)
 
 
 def test_the_engines_directory_says_what_is_fp8_and_brings_the_tokenizer(tmp_path: Path) -> None:
