@@ -420,9 +420,11 @@ def _require_resident(member: _Member) -> None:
 
 
 def _parameter_bytes(one: EngineDescription) -> int:
-    """Bytes of a rank's parameters; buffers keep their memory through a release."""
+    """Bytes of a rank's parameters; buffers, and experts that the trainer maps too, keep their memory through a
+    release."""
     buffers = one.settings.get("buffers")
-    kept = set(buffers) if isinstance(buffers, list) else set()
+    shared = one.settings.get("shared_memory")
+    kept = (set(buffers) if isinstance(buffers, list) else set()) | (set(shared) if isinstance(shared, dict) else set())
     sizes = (
         torch.Size(spec.shape).numel() * getattr(torch, spec.dtype).itemsize
         for spec in one.parameters

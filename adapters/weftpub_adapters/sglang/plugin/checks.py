@@ -24,6 +24,7 @@ HOOKED = {
     "release": f"{_UPDATER}.release_memory_occupation",
     "resume": f"{_UPDATER}.resume_memory_occupation",
     "continue": "sglang.srt.managers.scheduler.Scheduler.continue_generation",
+    "load": "sglang.srt.model_executor.model_runner.ModelRunner.load_model",
     "rest": "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine",
 }
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")

@@ -20,6 +20,7 @@ from weftpub.errors import StateError
 from weftpub_adapters.sglang.plugin.checks import HOOKED
 from weftpub_adapters.sglang.plugin.settings import BACKEND
 from weftpub_adapters.sglang.plugin.worker import all_may_serve, start_together, stop_together, worker_of
+from weftpub_adapters.sglang.shared_experts import share_on_load
 from weftpub_adapters.sglang.support import require_supported
 
 __all__ = ["register"]
@@ -127,5 +128,6 @@ _HOOKS: dict[str, Callable[..., Any]] = {
     "release": _release,
     "resume": _resume,
     "continue": _continue,
+    "load": share_on_load,
     "rest": _rest,
 }

@@ -21,6 +21,7 @@ from weftpub.version import EngineState
 from weftpub_adapters.sglang.plugin.checks import refuse_unfit
 from weftpub_adapters.sglang.plugin.live import LiveEngine
 from weftpub_adapters.sglang.plugin.settings import ReceiverSettings
+from weftpub_adapters.sglang.shared_experts import engine_side
 
 __all__ = ["WorkerReceiver", "all_may_serve", "start_together", "stop_together", "worker_of"]
 
@@ -49,7 +50,8 @@ class WorkerReceiver:
         self.settings = settings
         self.directory = directory
         self.live = LiveEngine(scheduler, settings)
-        self.receiver = Receiver(self.live, run_id=settings.run_id, version=settings.version, silence=settings.silence)
+        side = engine_side(self.live, scheduler.tp_worker.model_runner.model, settings.version)
+        self.receiver = Receiver(side, run_id=settings.run_id, version=settings.version, silence=settings.silence)
         self.address = settings.address(directory, self.live.rank)
         self._stop = threading.Event()
         self._ready = threading.Event()
