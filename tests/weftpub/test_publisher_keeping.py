@@ -148,9 +148,10 @@ def test_the_lists_of_a_chunk_travel_once(keeping: Keeping, room: Room, monkeypa
     assert sent == ["listed", "known", "known"]
     room.publisher().publish(4, SourceBuffers.of_tensors(tensors, in_place=True, keep=True))
     assert sent[3:] == ["known"]
-    other = WORLD.sources(0, 5)  # other memory: other offers of the same lists
-    room.publisher().publish(5, SourceBuffers.of_tensors(other, in_place=True))
-    assert sent[4:] == ["known"]
+    other = WORLD.sources(0, 5)  # other memory is offered
+    for _ in range(2):
+        room.publisher().publish(5, SourceBuffers.of_tensors(other, in_place=True))
+    assert sent[4:] == ["listed", "known"]
     assert_serves(room.engines[0], 5)
 
 
@@ -158,11 +159,15 @@ def test_a_layout_that_nobody_listed_is_refused() -> None:
     memory = LayoutMemory()
     listed = m.ListedLayout(pieces=bytes(8), buffers=bytes(8), offsets=bytes(8))
     known = m.KnownLayout(digest=m.layout_name(listed))
-    with pytest.raises(ManifestError, match="does not remember"):
-        memory.resolve(known)
-    assert memory.resolve(listed) == (known.digest, listed)
-    assert memory.resolve(known) == (known.digest, listed)
-    assert memory.names == (known.digest,)
+    offers = (InProcessOffer(allocation="a", nbytes=8, keep=True, pid=1),)
+    both = m.KnownLayout(digest=m.layout_name(listed, offers))
+    for missing in (known, both):
+        with pytest.raises(ManifestError, match="not remembered"):
+            memory.resolve(missing, ())
+    assert memory.resolve(listed, offers) == (known.digest, listed, offers)
+    assert memory.resolve(known, offers) == (known.digest, listed, offers)
+    assert memory.resolve(both, ()) == (known.digest, listed, offers)
+    assert memory.names == (known.digest, both.digest)
 
 
 class TestSourcesOfSharedStorages:

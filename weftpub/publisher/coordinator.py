@@ -47,6 +47,7 @@ class Coordinator:
         self._deadlines = deadlines
         self._hello: _Fields = {"role": "coordinator", "started_ns": started_ns, "identity": here}
         self._posted: dict[PeerLink, int] = {}
+        self._begun: dict[PeerLink, int] = {}
         self._served: set[str] = set()
         self.met = False  # whether anybody was greeted in this round
 
@@ -59,6 +60,7 @@ class Coordinator:
         """Nothing is known about anybody's state until the next `meet`."""
         self.failed.clear()
         self._posted.clear()
+        self._begun.clear()
         self._served.clear()
         self.met = False
 
@@ -120,22 +122,39 @@ class Coordinator:
 
     def begin(self, manifest: Manifest, *, allow_rollback: bool, meanwhile: Callable[[], None] | None = None) -> None:
         """Announce a version to everybody; `meanwhile` is called while they take it in."""
-        common: _Fields = {
-            "version": manifest.version,
-            "nonce": manifest.nonce,
-            "plan_digest": manifest.plan_digest,
-            "limit": manifest.limit,
-            "leaves": manifest.leaves,
-            "digest": manifest.digest,
-            "allow_rollback": allow_rollback,
-        }
-        self._ask(
-            m.Begin,
-            lambda link: {**common, "checksums": manifest.checksums[link.peer.rank]},
-            "begin",
-            self._deadlines.begin,
-            meanwhile=meanwhile,
-        )
+        fields = _begin_fields(manifest, allow_rollback)
+        self._ask(m.Begin, fields, "begin", self._deadlines.begin, meanwhile=meanwhile)
+
+    def begin_ahead(self, manifest: Manifest, *, allow_rollback: bool) -> bool:
+        """Announce a version to the only receiver there is without waiting for its answer, which `settle_begin` takes:
+        it carries out requests in turn, and refuses chunks if it did not begin. With more receivers than one nothing
+        may be sent to any before all have begun.
+
+        Returns:
+            whether it was announced.
+        """
+        if len(self.links) != 1 or not self.alive:
+            return False
+        link = self.links[0]
+        number = link.post_ahead(m.Begin, **_begin_fields(manifest, allow_rollback)(link))
+        if number is not None:
+            self._begun[link] = number
+        return number is not None
+
+    def settle_begin(self) -> None:
+        """Take the answers to `begin_ahead`, and fail if one is a refusal."""
+        begun, self._begun = self._begun, {}
+        if begun:
+            _, faults = exchange(dict.fromkeys(begun, (m.Begin, {})), "begin", self._deadlines.begin, begun)
+            self.settle(faults)
+
+    def refusal(self) -> WeftpubError | None:
+        """Why a receiver refused what `begin_ahead` announced, as far as it has answered."""
+        for link, number in self._begun.items():
+            reply = link.answered(number)
+            if isinstance(reply, m.Failed):
+                return link.error_of(reply)
+        return None
 
     def verify_ahead(self, link: PeerLink, manifest: Manifest, *, sha256: bool) -> None:
         """Ask one receiver to verify, behind the last chunk that it will be sent; `verify` takes its answer. One that
@@ -235,6 +254,19 @@ class Coordinator:
         replies, faults = exchange(requests, phase, seconds, meanwhile=meanwhile)
         self.settle(faults, abort=abort)
         return replies
+
+
+def _begin_fields(manifest: Manifest, allow_rollback: bool) -> Callable[[PeerLink], _Fields]:
+    common: _Fields = {
+        "version": manifest.version,
+        "nonce": manifest.nonce,
+        "plan_digest": manifest.plan_digest,
+        "limit": manifest.limit,
+        "leaves": manifest.leaves,
+        "digest": manifest.digest,
+        "allow_rollback": allow_rollback,
+    }
+    return lambda link: {**common, "checksums": manifest.checksums[link.peer.rank]}
 
 
 def _verify_fields(manifest: Manifest, sha256: bool) -> _Fields:

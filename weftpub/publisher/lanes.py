@@ -74,7 +74,7 @@ class Shown:
         layout = ListedLayout(
             pieces=self._pieces, buffers=allocation.tobytes(), offsets=offset.astype("<i8", copy=False).tobytes()
         )
-        self._last = exported, tuple(offers), NamedLayout.of(layout)
+        self._last = exported, tuple(offers), NamedLayout.of(layout, tuple(offers))
         return self._last[1:]
 
 
@@ -84,19 +84,28 @@ def _same_place(one: tuple[Offer, int], other: tuple[Offer, int]) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class NamedLayout:
-    """A listed layout, and the short message for receivers that remember it."""
+    """A listed layout, and the short message for receivers that remember it.
+
+    Attributes:
+        whole: whether the short message stands for the offers, too.
+    """
 
     listed: ListedLayout
     known: KnownLayout
+    whole: bool
 
     @classmethod
-    def of(cls, layout: ListedLayout) -> "NamedLayout":
-        """The layout with its name."""
-        return cls(layout, KnownLayout(digest=layout_name(layout)))
+    def of(cls, layout: ListedLayout, offers: tuple[Offer, ...] = ()) -> "NamedLayout":
+        """The layout with its name; with offers, if it always comes with the same."""
+        return cls(layout, KnownLayout(digest=layout_name(layout, offers)), bool(offers))
 
-    def for_receiver(self, remembered: Collection[str]) -> ListedLayout | KnownLayout:
-        """What to send to a receiver that remembers the layouts of these names."""
-        return self.known if self.known.digest in remembered else self.listed
+    def for_receiver(
+        self, remembered: Collection[str], offers: tuple[Offer, ...]
+    ) -> tuple[ListedLayout | KnownLayout, tuple[Offer, ...]]:
+        """Layout and offers to send to a receiver that remembers the layouts of these names."""
+        if self.known.digest not in remembered:
+            return self.listed, offers
+        return self.known, () if self.whole else offers
 
 
 @dataclass(eq=False)

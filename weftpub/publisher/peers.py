@@ -117,6 +117,10 @@ class PeerLink:
         self._ahead[self._number] = None
         return self._number
 
+    def answered(self, number: int) -> m.Reply | None:
+        """The reply to a request that was sent ahead, if it has arrived."""
+        return self._ahead.get(number)
+
     def due(self, number: int) -> m.Reply | None:
         """The turn of a request that was sent ahead has come: its reply if it is there already, else it is waited for
         like any other.

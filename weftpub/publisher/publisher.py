@@ -244,7 +244,8 @@ class Publisher:
             _check_version(version)
             if self._group.rank == 0:
                 self._lead_links().greet_early()
-                self._require_commit_path()
+                if not self._records.proven:
+                    self._require_commit_path()
             with clock.phase("checksum"):
                 self._sender.bind(plan, as_buffers(sources), version)
                 return self._sender.checksums(known)
@@ -262,7 +263,8 @@ class Publisher:
                 coordinator.pause()
             progress.manifest = manifest
             with clock.phase("begin"):
-                coordinator.begin(manifest, allow_rollback=allow_rollback, meanwhile=self._sender.prepare)
+                if self._group.size > 1 or not coordinator.begin_ahead(manifest, allow_rollback=allow_rollback):
+                    coordinator.begin(manifest, allow_rollback=allow_rollback, meanwhile=self._sender.prepare)
             self._records.prepare(self._record_of(coordinator, manifest))
             return {"nonce": manifest.nonce, "failed": list(coordinator.failed)}
 
@@ -296,7 +298,7 @@ class Publisher:
 
         def work() -> Any:
             with clock.phase("transfer"):
-                left_out = self._transfer(plan, nonce, progress, sha256=sha256)
+                left_out = self._send(plan, nonce, progress, sha256=sha256)
             return {
                 "left_out": left_out,
                 "sent": self._sender.totals(),
@@ -325,6 +327,20 @@ class Publisher:
 
         d = self._deadlines
         return PublishReport.from_dict(self._agree("deliver", work, conclude, d.verify + d.commit + d.resume + d.hello))
+
+    def _send(self, plan: Plan, nonce: str, progress: "_Progress", *, sha256: bool) -> dict[str, Any]:
+        """Send this rank's pieces, and see to it that the announcement before them was taken."""
+        coordinator = self._coordinator
+        try:
+            left_out = self._transfer(plan, nonce, progress, sha256=sha256)
+        except WeftpubError as error:
+            refusal = None if coordinator is None else coordinator.refusal()
+            if refusal is not None:
+                raise refusal from error  # chunks are refused where the announcement was
+            raise
+        if coordinator is not None:
+            coordinator.settle_begin()
+        return left_out
 
     def _transfer(self, plan: Plan, nonce: str, progress: "_Progress", *, sha256: bool) -> dict[str, Any]:
         """Send this rank's pieces; receivers whose engines were left out on the way, with their errors."""

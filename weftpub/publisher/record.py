@@ -21,13 +21,17 @@ class RecordKeeper:
         self._coming: Future[StagedRecord] | None = None
         self._done: StagedRecord | None = None
 
+    @property
+    def proven(self) -> bool:
+        """Whether a record was committed at the path before."""
+        return self._done is not None
+
     def prepare(self, record: CommitRecord) -> None:
         """Begin to put a record on disk; it counts once `commit` is called with an equal one."""
         self.discard()
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="weftpub commit record")
-        last, self._done = self._done, None
-        self._coming = self._thread.submit(self._stage, record, last)
+        self._coming = self._thread.submit(self._stage, record, self._done)
 
     def commit(self, record: CommitRecord) -> None:
         """The commit point: on return the record is on disk. OSError leaves the old record as it was."""

@@ -7,6 +7,7 @@ import base64
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -73,6 +74,8 @@ class Sender:
         self._chosen: dict[PeerLink, tuple[Identity, torch.device, TransportKind]] = {}
         self._joined: dict[PeerLink, tuple[Identity, frozenset[str], frozenset[str]]] = {}
         self._compiled: tuple[str, SourceIndex, dict[int, Lane], dict[str, int]] | None = None
+        # Lives as long as the trainer's own object does, and holds storages, not their memory: that can be released.
+        self._flat: WeakKeyDictionary[SourceBuffers, FlatTensors] = WeakKeyDictionary()
         self._exports: dict[TransportKind, dict[str, tuple[Offer, int]]] = {}
         self._kept: dict[PeerLink, frozenset[str]] = {}
         self._sources: SourceBuffers | None = None
@@ -107,7 +110,10 @@ class Sender:
         index = self._compiled[1]
         index.check(sources.buffers)
         self._sources = sources
-        self._tensors = FlatTensors(sources.buffers, index.buffers)
+        flat = self._flat.get(sources)
+        if flat is None or tuple(flat.pointers) != index.buffers or flat.moved(sources.buffers):
+            flat = self._flat[sources] = FlatTensors(sources.buffers, index.buffers)
+        self._tensors = flat
         settle(self._tensors.devices)
         self._device = next((d for d in self._tensors.devices if d.type == "cuda"), torch.device("cpu"))
         self._version = version

@@ -5,7 +5,7 @@ with all experts of a layer in one tensor) hands over the buffers and, once, whe
 publish looks at a few pointers instead of at thousands of tensors.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import cast
@@ -151,7 +151,7 @@ class SourceIndex:
             self._needs[view.param] = max(most, last), dtype
 
     @property
-    def buffers(self) -> Sequence[str]:
+    def buffers(self) -> tuple[str, ...]:
         """Names of the buffers that are viewed."""
         return tuple(self._needs)
 

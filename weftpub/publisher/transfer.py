@@ -150,6 +150,8 @@ class Transfer:
             parcel.pack.gather(self._tensors, [staged.buffer.tensor])
             wait_for_devices(self._tensors.devices)
             offers, layout = (staged.buffer.offer,), parcel.layout
+        if isinstance(layout, NamedLayout):
+            layout, offers = layout.for_receiver(link.remembered, offers)
         if not p.waiting:
             p.deadline.restart()
         try:
@@ -161,7 +163,7 @@ class Transfer:
                 sender=self._sender,
                 sequence=p.following,
                 offers=offers,
-                layout=layout.for_receiver(link.remembered) if isinstance(layout, NamedLayout) else layout,
+                layout=layout,
             )
         except WeftpubError as error:
             if staged is not None:

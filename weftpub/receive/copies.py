@@ -9,6 +9,7 @@ from weftpub.plan import PieceTable, PlanPart, ViewSpec, cut_pieces
 from weftpub.plan.views import listing
 from weftpub.transport import CopyTable, RegionTable, narrow_view
 from weftpub.wire.messages import ChunkMessage, KnownLayout, ListedLayout, PackedLayout, layout_name
+from weftpub.wire.offers import Offer
 
 __all__ = ["CopyPlans", "LayoutMemory"]
 
@@ -19,26 +20,39 @@ _REMEMBERED = 1024
 
 
 class LayoutMemory:
-    """Listed layouts by name, those used last: senders need not list again what is remembered here."""
+    """Listed layouts by name, alone and with the offers that they came with, those used last: senders need not list
+    again what is remembered here."""
 
     def __init__(self) -> None:
-        self._layouts: dict[str, ListedLayout] = {}
+        self._layouts: dict[str, tuple[str, ListedLayout, tuple[Offer, ...]]] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all layouts."""
         return tuple(self._layouts)
 
-    def resolve(self, layout: ListedLayout | KnownLayout) -> tuple[str, ListedLayout]:
-        """A layout with its name; ManifestError if it is not remembered."""
-        name = layout.digest if isinstance(layout, KnownLayout) else layout_name(layout)
-        listed = self._layouts.pop(name, None) if isinstance(layout, KnownLayout) else layout
-        if listed is None:
-            raise ManifestError(f"a chunk refers to layout {name[:12]}, which this receiver does not remember")
-        self._layouts[name] = listed
-        while len(self._layouts) > _REMEMBERED or sum(map(_size, self._layouts.values())) > _REMEMBERED_BYTES:
+    def resolve(
+        self, layout: ListedLayout | KnownLayout, offers: tuple[Offer, ...]
+    ) -> tuple[str, ListedLayout, tuple[Offer, ...]]:
+        """The name of a layout without offers, the layout, and its offers; ManifestError if it is not remembered."""
+        if isinstance(layout, KnownLayout):
+            known = self._layouts.pop(layout.digest, None)
+            if known is None:
+                raise ManifestError(f"a chunk refers to layout {layout.digest[:12]}, which is not remembered here")
+            self._remember(layout.digest, known)
+            return known[0], known[1], offers or known[2]
+        name = layout_name(layout)
+        self._remember(name, (name, layout, ()))
+        self._remember(layout_name(layout, offers), (name, layout, offers))
+        return name, layout, offers
+
+    def _remember(self, name: str, known: tuple[str, ListedLayout, tuple[Offer, ...]]) -> None:
+        self._layouts[name] = known
+        while len(self._layouts) > _REMEMBERED or self._nbytes() > _REMEMBERED_BYTES:
             del self._layouts[next(iter(self._layouts))]
-        return name, listed
+
+    def _nbytes(self) -> int:
+        return sum(_size(layout) for _, layout, _ in self._layouts.values())
 
 
 def _size(layout: ListedLayout) -> int:
@@ -66,10 +80,13 @@ class CopyPlans:
         self._layouts = layouts
         self._listed: dict[str, tuple[Indices, CopyTable, int]] = {}
 
-    def of(self, chunk: ChunkMessage) -> tuple[Indices, CopyTable]:
-        """The pieces in a chunk and the copies that place them; ManifestError if the chunk is none of this plan's."""
+    def of(self, chunk: ChunkMessage) -> tuple[Indices, CopyTable, tuple[Offer, ...]]:
+        """The pieces in a chunk, the copies that place them, and the memory to copy from; ManifestError if the chunk is
+        none of this plan's.
+        """
         if not isinstance(chunk.layout, PackedLayout):
-            return self._of_listed(*self._layouts.resolve(chunk.layout), len(chunk.offers))
+            name, layout, offers = self._layouts.resolve(chunk.layout, chunk.offers)
+            return *self._of_listed(name, layout, len(offers)), offers
         key = (chunk.sender, chunk.sequence)
         if key not in self._packed:
             chunks = self.table.chunks.get(chunk.sender, ())
@@ -82,7 +99,7 @@ class CopyPlans:
             planned = chunks[chunk.sequence]
             copies = CopyTable.compile([self._views[i] for i in planned.pieces], planned.offsets)
             self._packed[key] = np.array(planned.pieces, dtype=np.int64), copies
-        return self._packed[key]
+        return *self._packed[key], chunk.offers
 
     def _of_listed(self, name: str, layout: ListedLayout, offers: int) -> tuple[Indices, CopyTable]:
         if name not in self._listed:

@@ -72,7 +72,7 @@ class Reception:
         due = self._next.get(chunk.sender, 0)
         if chunk.sequence != due:
             raise ManifestError(f"chunk {chunk.sequence} of sender rank {chunk.sender} arrived, chunk {due} was due")
-        pieces, copies = self._plans.of(chunk)
+        pieces, copies, offers = self._plans.of(chunk)
         again = pieces[self._received[pieces]]
         if len(again):
             raise ManifestError(
@@ -82,7 +82,7 @@ class Reception:
         opened: list[int] = []
         buffers: list[torch.Tensor] = []
         try:
-            for index, offer in enumerate(chunk.offers):
+            for index, offer in enumerate(offers):
                 if offer.transport not in transports:
                     raise ManifestError(
                         f"this receiver has no transport {offer.transport}; it has {', '.join(transports)}"
@@ -95,7 +95,7 @@ class Reception:
         finally:
             buffers.clear()
             for index in opened:
-                transports[chunk.offers[index].transport].done(chunk.offers[index])
+                transports[offers[index].transport].done(offers[index])
         self._received[pieces] = True
         self._next[chunk.sender] = due + 1
 

@@ -21,6 +21,7 @@ in the order of a publish:
 """
 
 import hashlib
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -185,17 +186,17 @@ class KnownLayout(_Message):
     are hundreds of kilobytes, and the same at every publish.
 
     Attributes:
-        digest: `layout_name` of the listed layout.
+        digest: `layout_name` of the listed layout, with its offers if the chunk lists none.
     """
 
     layout: Literal["known"] = "known"
     digest: str = _DIGEST
 
 
-def layout_name(layout: ListedLayout) -> str:
-    """sha256 by which both sides know a listed layout."""
-    lists = (layout.pieces, layout.buffers, layout.offsets)
-    return hashlib.sha256(b"".join(hashlib.sha256(data).digest() for data in lists)).hexdigest()
+def layout_name(layout: ListedLayout, offers: Sequence[Offer] = ()) -> str:
+    """sha256 by which both sides know a listed layout, and the offers that go with it."""
+    parts = [layout.pieces, layout.buffers, layout.offsets, *(offer.model_dump_json().encode() for offer in offers)]
+    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
 
 class ChunkMessage(_Request):
@@ -205,6 +206,7 @@ class ChunkMessage(_Request):
         sender: sender rank.
         sequence: number of the chunk among those of this sender to this receiver, from 0. Packed chunks are numbered as
             in the piece table.
+        offers: the memory; left out where a known layout stands for it too.
     """
 
     kind: Literal["chunk"] = "chunk"
@@ -212,7 +214,7 @@ class ChunkMessage(_Request):
     nonce: str = _NONCE
     sender: int = Field(ge=0)
     sequence: int = Field(ge=0)
-    offers: tuple[Offer, ...] = Field(min_length=1, max_length=65_536)
+    offers: tuple[Offer, ...] = Field(max_length=65_536)
     layout: Annotated[PackedLayout | ListedLayout | KnownLayout, Field(discriminator="layout")]
 
 
