@@ -1,8 +1,7 @@
 """The `engine` section of zero_copy.py: a real SGLang engine whose experts are the trainer's memory.
 
 The trainer here is a store of random masters, and the other weights are published under the engine's own names: what is
-shown is memory, addresses, versions and tokens, not training. Where the plugin does not share experts by itself, this
-module is an entry point that lets it.
+shown is memory, addresses, versions and tokens, not training.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ from weftpub.store import ExpertStore
 from weftpub.store.shared import layout_of
 from weftpub.wire.description import EngineDescription
 
-__all__ = ["engine_section", "register"]
+__all__ = ["engine_section"]
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
@@ -70,34 +69,12 @@ SMALL = {
 }
 
 
-def register() -> None:
-    """Entry point of group ``sglang.srt.plugins``: share experts where the plugin does not do it by itself."""
-    if "sglang.srt.managers.scheduler" not in sys.modules:
-        return
-    import weftpub_adapters.sglang.plugin.worker as worker
-    from weftpub_adapters.sglang.plugin.checks import HOOKED
-    from weftpub_adapters.sglang.shared_experts import engine_side, share_on_load
-
-    if any(target.endswith("ModelRunner.load_model") for target in HOOKED.values()):
-        return
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    target = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
-    HookRegistry.register(target, share_on_load, HookType.AROUND)
-    receiver: Any = worker.Receiver
-
-    def shared_receiver(live: Any, *, version: int | None = None, **options: Any) -> Any:
-        return receiver(engine_side(live, live._model, version), version=version, **options)
-
-    worker.Receiver = shared_receiver  # type: ignore[misc]
-
-
 def install(folder: Path) -> None:
     """Entry points as an installed package would have them."""
     info = folder / "weftpub_zero_copy-0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: weftpub_zero_copy\nVersion: 0\n", encoding="utf-8")
-    points = ["weftpub = weftpub_adapters.sglang.plugin:register", "zero_copy = zero_copy_engine:register"]
+    points = ["weftpub = weftpub_adapters.sglang.plugin:register"]
     if not GPU:
         points.append("cpu_engine = cpu_engine:register")
     text = "[sglang.srt.plugins]\n" + "\n".join(points) + "\n"
