@@ -1,0 +1,135 @@
+"""A worker's engine side on SGLang's real layers, with a scheduler that says what it is told to."""
+
+import json
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from weftpub.errors import ConfigError, StateError, TornError
+from weftpub.receive import EngineSide
+from weftpub_adapters.sglang import build_model
+from weftpub_adapters.sglang.plugin.checks import faults_of, refuse_unfit
+from weftpub_adapters.sglang.plugin.live import LiveEngine
+from weftpub_adapters.sglang.plugin.settings import ReceiverSettings
+
+pytestmark = pytest.mark.isolated("sglang")
+
+
+class Config:
+    """A transformers configuration, as far as it is asked."""
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        self._data = data
+
+    def to_json_string(self, use_diff: bool = True) -> str:
+        return json.dumps(self._data)
+
+
+@pytest.fixture
+def scheduler(hf_config: dict[str, Any]) -> Iterator[Any]:
+    served = build_model(hf_config)
+    runner = SimpleNamespace(model=served.model, model_config=SimpleNamespace(hf_config=Config(hf_config)))
+    with served.active():
+        yield SimpleNamespace(
+            tp_worker=SimpleNamespace(model_runner=runner),
+            weight_updater=SimpleNamespace(offload_tags=set()),
+            memory_saver_adapter=SimpleNamespace(enabled=True),
+            server_args=SimpleNamespace(cpu_offload_gb=0, enable_lora=False, weight_cache_mode="off"),
+            disaggregation_mode=SimpleNamespace(value="null"),
+            draft_worker=None,
+            _engine_paused=True,
+            is_fully_idle=lambda ignore_waiting: True,
+        )
+
+
+def live(scheduler: Any, version: int | None = None) -> LiveEngine:
+    return LiveEngine(
+        scheduler, ReceiverSettings(run_id="run", engine="sglang", first_rank=3, version=version, pause=0.05)
+    )
+
+
+def test_a_worker_serves_only_what_was_committed_in_memory_that_stayed(scheduler: Any) -> None:
+    """An engine went on with weights whose memory had been released and given back; their addresses were the same."""
+    engine = live(scheduler)
+    assert isinstance(engine, EngineSide)
+    assert engine.describe().rank == 3
+    assert not engine.may_serve
+    with pytest.raises(TornError, match="no version is committed"):
+        engine.resume()
+    engine.post_process()
+    engine.commit(1)
+    assert not engine.may_serve
+    engine.resume()
+    assert engine.may_serve
+    scheduler.weight_updater.offload_tags.add("kv_cache")
+    assert not engine.may_serve
+    assert engine.why_not() == "the memory of kv_cache is released"
+    scheduler.weight_updater.offload_tags.clear()
+    engine.memory_released()
+    with pytest.raises(StateError, match="describe refused, the memory of its weights is released"):
+        engine.describe()
+    engine.memory_resumed()
+    assert not engine.weights_intact()
+    engine.post_process()
+    engine.memory_released()
+    engine.memory_resumed()
+    with pytest.raises(StateError, match="released after version 2 was verified"):
+        engine.commit(2)
+    engine.fence("chunk 3 failed")
+    with pytest.raises(TornError, match="the weights are torn: chunk 3 failed"):
+        engine.resume()
+    engine.post_process()
+    engine.commit(3)
+    engine.resume()
+    assert (engine.may_serve, engine.fenced) == (True, "")
+
+
+def test_a_scheduler_that_works_is_not_taken_for_one_at_rest(scheduler: Any) -> None:
+    engine = live(scheduler, version=1)
+    assert engine.may_serve
+    scheduler._engine_paused = False
+    with pytest.raises(StateError, match=r"was not paused after 0\.05 s; drain the engine"):
+        engine.pause()
+    scheduler._engine_paused, scheduler.is_fully_idle = True, lambda ignore_waiting: False
+    with pytest.raises(StateError, match="still works on requests"):
+        engine.pause()
+    assert engine.may_serve
+    scheduler.is_fully_idle = lambda ignore_waiting: ignore_waiting
+    engine.pause()
+    assert not engine.may_serve
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"draft_worker": object()}, "speculative_algorithm"),
+        ({"disaggregation_mode": SimpleNamespace(value="prefill")}, "disaggregation_mode"),
+        ({"server_args": SimpleNamespace(cpu_offload_gb=4)}, "cpu_offload_gb"),
+        ({"server_args": SimpleNamespace(enable_lora=True)}, "enable_lora"),
+        ({"server_args": SimpleNamespace(weight_cache_mode="daemon")}, "weight_cache_mode"),
+    ],
+)
+def test_engines_whose_weights_are_not_only_the_published_ones_are_refused(
+    scheduler: Any, change: dict[str, Any], named: str
+) -> None:
+    refuse_unfit(scheduler)
+    for name, value in change.items():
+        setattr(scheduler, name, value)
+    with pytest.raises(ConfigError, match=f"SGLang's {named} cannot be published to"):
+        refuse_unfit(scheduler)
+
+
+def test_a_worker_tells_what_is_missing(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang swallows what a plugin raises: here no hook was applied, and the allocator cannot release memory."""
+    import torch
+
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    faults = faults_of(scheduler, torch.device("cuda"))
+    assert len(faults) == 2
+    assert "did not apply the plugin's hooks for start, stop, release, resume, continue" in faults[0]
+    assert "PYTORCH_CUDA_ALLOC_CONF sets expandable_segments:True" in faults[1]
+    plugin: Any = live(scheduler).describe().settings["plugin"]
+    assert plugin["memory_saver"] is True
+    assert plugin["planner_loaded"] is False
