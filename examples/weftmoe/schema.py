@@ -338,7 +338,8 @@ class Smoke(_Block):
         layers, hidden, intermediate, experts, top_k, heads, kv_heads, head_dim, vocab: of the made Qwen3-MoE.
         digits: most digits of an operand of the generated problems.
         problems: generated problems.
-        warmup_steps, warmup_lr, warmup_batch: supervised steps before GRPO.
+        warmup_steps, warmup_lr, warmup_batch: most supervised steps before GRPO; they end once three in ten answers
+            would be right.
     """
 
     enabled: bool = False

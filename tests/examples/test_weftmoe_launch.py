@@ -234,6 +234,17 @@ def test_a_run_is_resumed_as_what_it_was_begun(tmp_path: Path) -> None:
     os.close(begun("optimizer.lr=3e-4", "checkpoint.resume=false"))
 
 
+def test_the_baseline_does_not_send_one_rank_of_several() -> None:
+    """SGLang's own update takes one process's tensors: the other ranks' experts would stay old, silently."""
+    from weftmoe.launch import require_driven
+
+    alone = composed.load("baseline", model="qwen3-30b-a3b", gpus=1, overrides=["train.dispatcher=alltoall"])
+    require_driven(alone)
+    with pytest.raises(ConfigError, match=r"publish\.path='native' on 8 ranks"):
+        require_driven(composed.load("baseline", model="qwen3-30b-a3b"))
+    require_driven(composed.load("bf16", model="qwen3-30b-a3b"))
+
+
 def test_differences_name_keys_and_values() -> None:
     old, new = composed.load("bf16"), composed.load("bf16", overrides=["algorithm.clip_high=0.3", "steps=3"])
     assert differences(old, new) == ["algorithm.clip_high: 0.28 -> 0.3"]

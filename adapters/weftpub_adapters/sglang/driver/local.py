@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from weftpub.errors import ChannelError, ConfigError
 from weftpub_adapters.sglang.driver.base import BaseEngine
@@ -58,7 +58,7 @@ class LocalEngine(BaseEngine):
         deadlines: DriverDeadlines | None = None,
         silence: float = 180.0,
         **engine_arguments: Any,
-    ) -> "LocalEngine":
+    ) -> Self:
         """Start an engine whose workers may die without taking this process along.
 
         Args:
