@@ -51,8 +51,11 @@ class ChannelClient:
 
     def try_send(self, data: bytes, seconds: float) -> bool:
         """Send if the server is, or within `seconds` comes, in reach."""
-        if not self.socket.poll(max(0, int(seconds * 1000)), zmq.POLLOUT):
-            return False
+        if self._send_now(data):
+            return True
+        return bool(self.socket.poll(max(0, int(seconds * 1000)), zmq.POLLOUT)) and self._send_now(data)
+
+    def _send_now(self, data: bytes) -> bool:
         try:
             self.socket.send(data, zmq.NOBLOCK)
         except zmq.Again:

@@ -47,6 +47,8 @@ def shared_exports(
     """
     wanted = None if allocations is None else frozenset(allocations)
     found: dict[str, tuple[SharedStoreOffer, int]] = {}
+    if not joined_allocations():
+        return found
     for name, buffer in buffers.items():
         place = allocation_at(buffer)
         if place is not None and (wanted is None or place[0].id in wanted):
