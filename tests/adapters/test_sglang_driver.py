@@ -142,7 +142,7 @@ class FakePublisher:
                 world_size=1,
                 device=GPU,
                 parameters=specs,
-                settings={"buffers": ["rope"]},
+                settings={"kept": ["rope"]},
             )
             for rank, engine in enumerate(self.engines)
         ]

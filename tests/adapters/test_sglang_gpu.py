@@ -23,8 +23,8 @@ def test_layout_and_backends_are_those_of_the_cpu_build(engine: SGLangEngine) ->
     described = engine.describe()
     layout = LAYOUTS["tp2-ep2"]
     cpu = SGLangEngine(build_model(layout.config, tp_size=2, ep_size=2, rank=1)).describe()
-    ours = {name: spec for name, spec in described.layout().items() if name not in described.settings["buffers"]}
-    theirs = {name: spec for name, spec in cpu.layout().items() if name not in cpu.settings["buffers"]}
+    ours = {name: spec for name, spec in described.layout().items() if name not in described.settings["kept"]}
+    theirs = {name: spec for name, spec in cpu.layout().items() if name not in cpu.settings["kept"]}
     assert ours == theirs
     assert described.settings["backends"] == {"moe_runner": "triton", "moe_a2a": "none"}
     assert described.device.startswith("GPU-")

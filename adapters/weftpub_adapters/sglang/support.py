@@ -79,13 +79,12 @@ def require_version(found: str) -> None:
     )
 
 
-def check_backends(moe_runner: str, *, a2a: str = "none", eplb: bool = False) -> None:
+def check_backends(moe_runner: str, *, a2a: str = "none") -> None:
     """Refuse by name every backend whose live weights are not the published bytes.
 
     Args:
         moe_runner: SGLang's resolved runner of routed experts (`--moe-runner-backend`).
         a2a: its all-to-all backend (`--moe-a2a-backend`).
-        eplb: whether experts are moved or replicated at run time (`--enable-eplb`, redundant experts).
 
     Raises:
         ConfigError: names the backend, the reason and the setting that works.
@@ -99,10 +98,4 @@ def check_backends(moe_runner: str, *, a2a: str = "none", eplb: bool = False) ->
     if a2a in _REFUSED_A2A:
         raise ConfigError(
             f"SGLang's moe_a2a_backend={a2a!r} cannot be published to: {_REFUSED_A2A[a2a]}; set it to 'none'"
-        )
-    if eplb:
-        raise ConfigError(
-            "expert load balancing (enable_eplb or ep_num_redundant_experts) is not supported: the plan "
-            "would have to follow the experts; "
-            "leave it off"
         )

@@ -420,11 +420,11 @@ def _require_resident(member: _Member) -> None:
 
 
 def _parameter_bytes(one: EngineDescription) -> int:
-    """Bytes of a rank's parameters; buffers, and experts that the trainer maps too, keep their memory through a
+    """Bytes of a rank's parameters; what the engine keeps, and experts that the trainer maps too, stay through a
     release."""
-    buffers = one.settings.get("buffers")
+    stays = one.settings.get("kept")
     shared = one.settings.get("shared_memory")
-    kept = (set(buffers) if isinstance(buffers, list) else set()) | (set(shared) if isinstance(shared, dict) else set())
+    kept = (set(stays) if isinstance(stays, list) else set()) | (set(shared) if isinstance(shared, dict) else set())
     sizes = (
         torch.Size(spec.shape).numel() * getattr(torch, spec.dtype).itemsize
         for spec in one.parameters
