@@ -551,3 +551,19 @@ def test_closing_in_the_middle_tears(receiving: Driver) -> None:
     receiving.chunk(0)
     receiving.receiver.close()
     assert receiving.state is S.TORN
+
+
+def test_a_plan_made_before_experts_moved_is_dropped_by_whoever_describes() -> None:
+    """A second driver described an engine whose experts had moved; the first published by its plan of before, and
+    every byte went to a slot that had become another expert's."""
+    driver = Driver()
+    driver.publish(2)
+    before = driver.engine.describe
+    driver.ask(m.Describe)
+    assert driver.ask(m.Status).status.plan_digest == PLAN.digest
+    driver.engine.describe = lambda: before().model_copy(update={"placement": "moved"})  # type: ignore[method-assign]
+    driver.ask(m.Describe)
+    assert driver.ask(m.Status).status.plan_digest == ""
+    driver.ask(m.Pause)
+    with pytest.raises(StateError, match="send the plan first"):
+        driver.begin(3)

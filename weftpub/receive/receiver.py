@@ -188,7 +188,16 @@ class Receiver:
         )
 
     def _describe(self, request: m.Describe) -> m.Reply:
-        return m.Described(request=request.request, status=self.status(), description=self._engine.describe())
+        description = self._engine.describe()
+        bound, state = self._bound, self._state.state
+        if (
+            bound is not None
+            and bound.layout_digest != description.layout_digest
+            and state is not EngineState.RECEIVING
+        ):
+            # Experts moved, or parameters changed: whoever publishes next must plan for what is described here.
+            self._bound = self._plans = None
+        return m.Described(request=request.request, status=self.status(), description=description)
 
     def _set_plan(self, request: m.SetPlan) -> m.Reply:
         if self._state.state in (EngineState.RECEIVING, EngineState.VERIFIED):

@@ -43,6 +43,7 @@ class BoundPlan:
                 f"{part.layout[:12]}); describe the engine and plan again"
             )
         self.part = part
+        self.layout_digest = description.layout_digest
         self.layout = {spec.name: spec for spec in parameter_specs(live)}
         differing = [spec.name for spec in description.parameters if self.layout.get(spec.name) != spec]
         if differing:
