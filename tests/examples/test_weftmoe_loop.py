@@ -13,13 +13,13 @@ import torch
 
 from weftmoe import settings as composed
 from weftmoe.data import PromptSampler, read_prompts, write_arithmetic
-from weftmoe.grpo import Microbatch, Sequence, group_advantages, microbatches
+from weftmoe.grpo import Microbatch, Sequence, SequenceSums, group_advantages, microbatches
 from weftmoe.loop import checkpoint
 from weftmoe.loop.collect import Collector
 from weftmoe.loop.optimizer import learning_rate, optimizer_fields
 from weftmoe.loop.prompts import EncodedPrompt, stop_tokens
 from weftmoe.loop.scoring import log_probabilities
-from weftmoe.loop.step import FixedTokens, _minibatches
+from weftmoe.loop.step import FixedTokens, _minibatches, _over_ranks
 from weftmoe.loop.weights import megatron_name, tensor_parallel_part
 from weftmoe.reward import Rewarder
 from weftmoe.rollout import Request, Sample, Span
@@ -122,6 +122,20 @@ def test_dynamic_sampling_draws_more_prompts(tmp_path: Path) -> None:
     assert len(found.sequences) == 9
     assert len(found.rewards) == found.completions == 36, "the reward is that of everything sampled"
     assert len({request.seed for round in oracle.requests for request in round}) == 36
+
+
+def test_a_step_without_information_says_so(tmp_path: Path) -> None:
+    """Every group was all wrong. A run reported that its completions came from no version, and asked about other
+    publishers."""
+    made, oracle, _ = collector(tmp_path, [0], "algorithm.dynamic_sampling=true", "algorithm.max_resamples=1")
+    with pytest.raises(StateError, match="none of the 8 groups of 2 rounds has rewards that differ"):
+        made.collect(1, oracle, Timers())
+
+
+def test_data_that_ends_without_information_ends_the_run(tmp_path: Path) -> None:
+    made, oracle, sampler = collector(tmp_path, [0], "algorithm.dynamic_sampling=true", "algorithm.max_resamples=99")
+    assert made.collect(1, oracle, Timers()) is None
+    assert sampler.left == 0
 
 
 def test_the_data_ends(tmp_path: Path) -> None:
@@ -294,6 +308,25 @@ def test_minibatches_keep_groups_together() -> None:
         assert all(len(group) == 1 for group in groups)
     assert parts == _minibatches(sequences, 2, 3, (1, 2, 0))
     assert parts != _minibatches(sequences, 2, 3, (1, 3, 0)) or parts != _minibatches(sequences, 2, 3, (1, 4, 0))
+
+
+def test_a_sequence_counts_once_a_pass_whoever_trained_it() -> None:
+    """Minibatches are dealt anew in every epoch. A sequence that went to another rank in the second epoch was taken for
+    a tensor-parallel copy of the first epoch's, and left out of the statistics."""
+
+    def sums(*indices: int, kl: float) -> list[SequenceSums]:
+        return [SequenceSums(index, 1, 0.0, 0.0, 0.0, 0.0, kl) for index in indices]
+
+    class Two:
+        """Rank 0's view of two data-parallel ranks with two tensor-parallel copies each."""
+
+        def gather(self, mine: Any) -> list[Any]:
+            other = [sums(1, kl=1.0), sums(0, kl=2.0)]
+            return [mine, mine, other, other]
+
+    ranks: Any = Two()
+    found = _over_ranks([sums(0, kl=1.0), sums(1, kl=2.0)], ranks)
+    assert (found.sequences, found.tokens, found.kl) == (4, 4, 1.5)
 
 
 # Fixed tokens.

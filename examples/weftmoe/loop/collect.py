@@ -95,13 +95,16 @@ class Collector:
     def collect(
         self, step: int, rollout: Rollout, timers: Timers, advance: Callable[[int], None] = lambda count: None
     ) -> Collected | None:
-        """Sample until the step has its groups; None if the data has ended.
+        """Sample until the step has its groups; None if the data has ended, and what was left trains nothing.
 
         Args:
             step: from 1; part of every seed.
             rollout: serving.
             timers: phases "rollout" and "reward" are timed.
             advance: called with finished completions.
+
+        Raises:
+            StateError: dynamic sampling found no group whose rewards differ.
         """
         algorithm, epoch = self._settings.algorithm, self._sampler.epoch
         dynamic = DynamicSampling(algorithm.dynamic_sampling, algorithm.max_resamples + 1)
@@ -122,6 +125,14 @@ class Collector:
             chosen = select_groups([group.judged for group in groups], algorithm.prompts, dynamic, rounds)
             if chosen.complete or exhausted:
                 break
+        if not chosen.kept:
+            if exhausted:
+                return None
+            raise StateError(
+                f"step {step}: none of the {len(groups)} groups of {rounds} rounds has rewards that differ; there is "
+                "nothing to train on; look at the answers, raise algorithm.max_resamples, or set "
+                "algorithm.dynamic_sampling=false"
+            )
         kept = [groups[index] for index in chosen.kept]
         return self._collected(groups, kept, len(chosen.dropped), rounds, dict(verdicts), epoch, exhausted)
 

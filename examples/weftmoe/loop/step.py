@@ -68,7 +68,7 @@ def train_step(
     rate = learning_rate(settings.optimizer, step)
     parts = algorithm.epochs * algorithm.minibatches
     old = None if parts == 1 else _all_scores(trainer.score(sequences), ranks)
-    before: list[SequenceSums] = []
+    before: list[tuple[SequenceSums, ...]] = []
     norm = math.nan
     for epoch in range(algorithm.epochs):
         for minibatch in _minibatches(
@@ -76,9 +76,9 @@ def train_step(
         ):
             update = trainer.update(minibatch, old, lr=rate)
             norm = update.grad_norm
-            before += update.sums
+            before.append(update.sums)
             advance(1)
-    after = _over_ranks(trainer.compare(sequences), ranks) if measure_after else None
+    after = _over_ranks([trainer.compare(sequences)], ranks) if measure_after else None
     return Trained(_over_ranks(before, ranks), after, norm, rate, parts)
 
 
@@ -134,20 +134,17 @@ def _all_scores(mine: dict[int, torch.Tensor], ranks: Ranks) -> dict[int, torch.
     return found
 
 
-def _over_ranks(sums: Many[SequenceSums], ranks: Ranks) -> StepStatistics:
-    """Statistics over all ranks; tensor-parallel ranks have the same sequences, which count once. A sequence that was
-    trained in several epochs counts in each.
+def _over_ranks(passes: Many[Many[SequenceSums]], ranks: Ranks) -> StepStatistics:
+    """Statistics over all ranks and passes. Within a pass tensor-parallel ranks have the same sequences, which count
+    once. A sequence that was trained in several passes counts in each, whichever ranks it was dealt to.
     """
-    if ranks.world == 1:
-        return summarize(sums)
-    gathered: list[list[SequenceSums]] = ranks.gather(list(sums))
-    times: dict[tuple[int, int], SequenceSums] = {}
-    for part in gathered:
-        seen: dict[int, int] = {}
-        for one in part:
-            number = seen[one.index] = seen.get(one.index, 0) + 1
-            times.setdefault((one.index, number), one)
-    return summarize(times.values())
+    gathered: list[list[list[SequenceSums]]] = ranks.gather([list(sums) for sums in passes])
+    found: dict[tuple[int, int], SequenceSums] = {}
+    for rank in gathered:
+        for number, sums in enumerate(rank):
+            for one in sums:
+                found.setdefault((number, one.index), one)
+    return summarize(found.values())
 
 
 def memory(device: torch.device) -> dict[str, Any]:
