@@ -13,6 +13,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from weftmoe import settings as composed
+from weftmoe.data.prompts import names_a_path
 from weftmoe.env import changed, role_environment
 from weftmoe.rundir import claim, settings_path
 from weftmoe.schema import Settings
@@ -70,6 +71,7 @@ def launch(
         print(" ".join(command))
         return
     require_driven(settings)
+    _check_data(settings)
     if not settings.smoke.enabled:
         _check_host(settings, ignore=ignore_plan)
     claim(settings, node_rank)
@@ -194,6 +196,15 @@ def _check_host(settings: Settings, *, ignore: bool) -> None:
         raise ConfigError(
             f"the run pins {needed / GIB:.0f} GiB of host memory here and {free / GIB:.0f} are free: use Muon, "
             "variant fp8, or a machine with more memory. --ignore-plan starts it all the same"
+        )
+
+
+def _check_data(settings: Settings) -> None:
+    """Refuse a missing file now: the ranks would find out after the model was made."""
+    path = settings.data.path
+    if names_a_path(path) and not Path(path).exists():
+        raise ConfigError(
+            f"data.path={path}: there is no such file; give DAPO-Math-17k's parquet file or a data set's name"
         )
 
 

@@ -21,6 +21,7 @@ usage: run.sh baseline|bf16|fp8 [options] [block.key=value ...]
   --seed N             of data, sampling and made models
   --smoke              the tiny run: made model and arithmetic, on one GPU or without
   --no-doctor          do not check the machine first
+  --ignore-plan        start although the plan says that the memory is not there
   --print, --dry-run   print the resolved settings, or the command, and leave
 
 exit codes: 0 done, 1 the run failed, 2 wrong usage, 3 the doctor found what would fail,

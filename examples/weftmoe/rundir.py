@@ -36,9 +36,12 @@ def claim(settings: Settings, node_rank: int = 0) -> int | None:
         The lock's file descriptor, on node 0.
 
     Raises:
-        ConfigError: another run has it, or what it holds was begun with other settings.
+        ConfigError: it cannot be made, another run has it, or what it holds was begun with other settings.
     """
-    settings.out.mkdir(parents=True, exist_ok=True)
+    try:
+        settings.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"out={settings.out} cannot be made: {error.strerror}; choose another --out") from None
     path = settings_path(settings.out, node_rank)
     if node_rank != 0:
         composed.write(settings, path)

@@ -61,6 +61,17 @@ def test_missing_files_are_named(tmp_path: Path, name: str) -> None:
         read_prompts(tmp_path / name)
 
 
+@pytest.mark.parametrize(
+    ("name", "message"), [("bad.parquet", "cannot be read as parquet"), ("bad.jsonl", "line 1: not JSON")]
+)
+def test_damaged_files_are_named(tmp_path: Path, name: str, message: str) -> None:
+    if name.endswith(".parquet"):
+        pytest.importorskip("pyarrow")
+    (tmp_path / name).write_bytes(b"PAR1 or not, \xff")
+    with pytest.raises(ConfigError, match=message):
+        read_prompts(tmp_path / name)
+
+
 def test_a_folder_without_parquet_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no \.parquet"):
         read_prompts(tmp_path)

@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import shutil
 import signal
 import stat
@@ -108,6 +109,28 @@ def test_what_the_loop_does_not_drive_is_planned_and_not_started(
     assert run("fp8", *arguments, "--out", str(tmp_path / "run")) == 1
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--data", "none.parquet"), "data.path=none.parquet: there is no such file"),
+        (("--out", "file/run"), "out=file/run cannot be made: Not a directory; choose another --out"),
+        (("--out", "file"), "out=file cannot be made: File exists"),
+    ],
+)
+def test_paths_that_cannot_be_are_named_before_anything_starts(
+    arguments: tuple[str, ...],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    assert run("fp8", "--smoke", "--gpus", "0", *arguments) == 1
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_machine_with_too_little_host_memory_is_told_so(
@@ -383,8 +406,13 @@ def test_wrong_usage(fake: Path, arguments: tuple[str, ...], message: str) -> No
 
 def test_help_names_every_option() -> None:
     out = subprocess.run(["bash", str(RUN), "--help"], capture_output=True, text=True, check=True).stdout
-    for option in ("model", "data", "length", "nodes", "gpus", "steps", "out", "smoke", "seed", "optimizer"):
-        assert f"--{option}" in out
+    taken = set(
+        re.findall(r"--[a-z][a-z-]+(?=[ )])", RUN.read_text().partition("while (($#))")[2].partition("\ndone\n")[0])
+    )
+    taken.remove("--help")
+    assert {"--model", "--smoke", "--ignore-plan"} < taken
+    for option in taken:
+        assert re.search(rf"{option}\b", out), option
 
 
 def test_the_runs_exit_code_is_passed_on(fake: Path) -> None:

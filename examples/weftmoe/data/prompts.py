@@ -18,9 +18,10 @@ from typing import Any
 
 from weftpub.errors import ConfigError
 
-__all__ = ["Prompt", "PromptSet", "read_prompts"]
+__all__ = ["Prompt", "PromptSet", "names_a_path", "read_prompts"]
 
 _ROWS_AT_ONCE = 4096
+_FILES = (".parquet", ".jsonl")
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,11 @@ class PromptSet:
         return f"{len(self)} prompts from {self.rows} rows of {self.origin} ({self.repeated} repeated rows dropped)"
 
 
+def names_a_path(source: str) -> bool:
+    """Whether a file or directory is meant, there or not, and no data set's name."""
+    return Path(source).suffix in _FILES or Path(source).exists()
+
+
 def read_prompts(source: str | Path) -> PromptSet:
     """Read all prompts.
 
@@ -89,7 +95,7 @@ def read_prompts(source: str | Path) -> PromptSet:
         if not files:
             raise ConfigError(f"{path} holds no .parquet file; give DAPO-Math-17k's file or a directory with it")
         return _dedupe((row for file in files for row in _parquet_rows(file)), str(path))
-    if path.suffix == ".parquet" or path.suffix == ".jsonl":
+    if path.suffix in _FILES:
         if not path.is_file():
             raise ConfigError(f"{path} is no file; give DAPO-Math-17k's parquet file or the name of a data set")
         return _dedupe(_parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path), str(path))
@@ -101,15 +107,21 @@ def _parquet_rows(path: Path) -> Iterator[Mapping[str, Any]]:
         from pyarrow import parquet
     except ImportError:
         raise ConfigError(f"{path}: reading parquet files needs pyarrow; install pyarrow") from None
-    with parquet.ParquetFile(path) as file:
-        for batch in file.iter_batches(_ROWS_AT_ONCE):
-            yield from batch.to_pylist()
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(_ROWS_AT_ONCE):
+                yield from batch.to_pylist()
+    except (OSError, ValueError) as error:  # pyarrow's errors of damaged files are ValueErrors
+        raise ConfigError(f"{path} cannot be read as parquet: {error}; is it whole?") from None
 
 
 def _json_rows(path: Path) -> Iterator[Mapping[str, Any]]:
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            yield json.loads(line)
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"{path}, line {number}: not JSON: {error}") from None
 
 
 def _dataset_rows(name: str) -> Iterator[Mapping[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from weftmoe.data import read_prompts, write_arithmetic
-from weftmoe.data.prompts import PromptSet
+from weftmoe.data.prompts import PromptSet, names_a_path
 from weftmoe.schema import Settings
 from weftmoe.smoke import make_model
 from weftpub.errors import ConfigError
@@ -76,7 +76,7 @@ def find_inputs(
         prompts = read_prompts(data)
     else:
         path = settings.data.path
-        prompts = read_prompts(path if Path(path).exists() else f"{path}:{settings.data.split}")
+        prompts = read_prompts(path if names_a_path(path) else f"{path}:{settings.data.split}")
     notes.append(str(prompts))
     return Inputs(model, hf_config, prompts, tuple(notes))
 
