@@ -247,6 +247,21 @@ def test_a_run_without_steps_can_be_drawn(tmp_path: Path) -> None:
     assert summarize_run(run).last_reward is None
 
 
+@pytest.mark.parametrize(("name", "message"), [("p.xyz", "end the name in one"), ("file/p.png", "cannot be written")])
+def test_pictures_that_cannot_be_written_are_named(tmp_path: Path, name: str, message: str) -> None:
+    with RunLog(tmp_path) as log:
+        log.write(header())
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=message):
+        draw_runs([read_log(tmp_path)], tmp_path / name)
+
+
+def test_bytes_that_are_no_text_are_no_log(tmp_path: Path) -> None:
+    (tmp_path / LOG_NAME).write_bytes(b"\xff\xfe\n")
+    with pytest.raises(ConfigError, match="has no header line"):
+        read_log(tmp_path)
+
+
 def test_no_log_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["report", str(tmp_path)], commands={"report": report}) == 1
     assert "holds no" in capsys.readouterr().err

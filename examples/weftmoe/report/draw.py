@@ -9,6 +9,7 @@ from typing import Any
 from weftmoe.telemetry.flops import FLOPS_SOURCE
 from weftmoe.telemetry.log import LoggedRun
 from weftmoe.telemetry.record import StepRecord
+from weftpub.errors import ConfigError
 
 __all__ = ["PANELS", "Curve", "Panel", "draw_runs"]
 
@@ -118,12 +119,20 @@ PANELS: tuple[Panel, ...] = (
 
 
 def draw_runs(runs: Sequence[LoggedRun], path: Path) -> None:
-    """Draw all panels of all runs into one image file; the file's suffix says which kind."""
+    """Draw all panels of all runs into one image file; the file's suffix says which kind.
+
+    Raises:
+        ConfigError: there is no such kind, or the file cannot be written.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.backend_bases import FigureCanvasBase
 
+    kinds = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix.removeprefix(".").lower() not in kinds:
+        raise ConfigError(f"{path}: pictures are written as one of {', '.join(kinds)}; end the name in one of them")
     rows = -(-len(PANELS) // _COLUMNS)
     figure, axes = plt.subplots(rows, _COLUMNS, figsize=(5.2 * _COLUMNS, 3.6 * rows), squeeze=False)
     for panel, axis in zip(PANELS, axes.flat, strict=False):
@@ -134,9 +143,13 @@ def draw_runs(runs: Sequence[LoggedRun], path: Path) -> None:
     text = "\n".join([f"Training FLOPs: {FLOPS_SOURCE}", *notes])
     figure.text(0.01, 0.005, text, fontsize=7, color="0.3", va="bottom")
     figure.tight_layout(rect=(0, 0.02 + 0.012 * len(notes), 1, 1))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; name another file with --out") from None
+    finally:
+        plt.close(figure)
 
 
 def _panel(axis: Any, panel: Panel, runs: Sequence[LoggedRun]) -> None:
@@ -166,3 +179,5 @@ def _panel(axis: Any, panel: Panel, runs: Sequence[LoggedRun]) -> None:
         axis.set_yscale("log")
     if labelled:
         axis.legend(fontsize=6)
+    else:  # such as GPU memory where there is no GPU
+        axis.text(0.5, 0.5, "not measured", transform=axis.transAxes, ha="center", va="center", color="0.5")

@@ -81,7 +81,7 @@ def read_log(directory: Path) -> LoggedRun:
         raise ConfigError(f"{directory} holds no {LOG_NAME}; give the directory that a run wrote to (its --out)")
     headers: list[RunHeader] = []
     steps: dict[int, StepRecord] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         try:
             data = json.loads(line)
         except json.JSONDecodeError:
