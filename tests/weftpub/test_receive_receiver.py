@@ -553,6 +553,33 @@ def test_closing_in_the_middle_tears(receiving: Driver) -> None:
     assert receiving.state is S.TORN
 
 
+def test_closing_before_the_commit_tears(receiving: Driver) -> None:
+    """Receivers were stopped after all had verified, and started again for the old version: the engine took the new,
+    uncommitted bytes for it, since nobody had told it that they were overwritten."""
+    receiving.chunks()
+    receiving.verify()
+    assert receiving.state is S.VERIFIED
+    receiving.receiver.close()
+    assert receiving.state is S.TORN
+    assert not receiving.engine.weights_intact()
+
+
+def test_a_rank_that_takes_long_does_not_take_its_publisher_for_dead() -> None:
+    """A begin outlasted the allowed silence; right after answering it the receiver gave its publisher up."""
+    driver = Driver(silence=0.2)
+    driver.ask(m.Pause)
+    live = driver.engine.live_tensors
+
+    def slow() -> Any:
+        time.sleep(0.3)
+        return live()
+
+    driver.engine.live_tensors = slow  # type: ignore[method-assign]
+    driver.begin(2)
+    driver.receiver.tick()
+    assert driver.state is S.RECEIVING
+
+
 def test_a_plan_made_before_experts_moved_is_dropped_by_whoever_describes() -> None:
     """A second driver described an engine whose experts had moved; the first published by its plan of before, and
     every byte went to a slot that had become another expert's."""

@@ -9,7 +9,7 @@
     verify     RECEIVING -> VERIFIED; all arrived, post_process ran once, checksums of the live views agree
     commit     VERIFIED -> COMMITTED; told by a publisher whose record is on disk
     resume     COMMITTED, PAUSED -> SERVING; TORN if an offload took the weights meanwhile
-    abort      RECEIVING -> PAUSED if clean, else TORN; VERIFIED -> TORN
+    abort      RECEIVING -> PAUSED if clean, else TORN; VERIFIED -> TORN; the same when the receiver is closed
 
 Whatever goes wrong after the first byte, here or at the publisher, ends in TORN: the engine stays paused and is fenced.
 A publisher that falls silent in the middle of a publish is taken for dead after a while. A later publisher of the same
@@ -112,9 +112,11 @@ class Receiver:
                 f"request of session {request.session[:8]}, which is not the present one: a later publisher took "
                 "over; it is ignored"
             )
-        self._heard = time.monotonic()
         handler = self._HANDLERS[type(request)]
-        return handler(self, request)
+        try:
+            return handler(self, request)
+        finally:
+            self._heard = time.monotonic()  # how long this rank took is not its publisher's silence
 
     def failure(self, request: int, error: BaseException) -> m.Failed:
         """The reply to a request that raised. It never fails itself, whatever the engine does: a rank whose error
@@ -158,6 +160,8 @@ class Receiver:
         """Give up what is under way and let go of all memory of publishers."""
         if self._state.state is EngineState.RECEIVING:
             self._give_up("the receiver was closed")
+        elif self._state.state is EngineState.VERIFIED:  # the old version is overwritten, and nobody is left to commit
+            self._tear(f"the receiver was closed before version {self._state.incoming} was committed")
         self._close_transports()
 
     def _hello(self, request: m.Hello) -> m.Reply:
