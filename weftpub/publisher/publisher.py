@@ -197,6 +197,13 @@ class Publisher:
         finally:
             self._sender.end_publish()
 
+    def take_over(self) -> None:
+        """Count from now on as a publisher that started just now: receivers that somebody else has talked to meanwhile,
+        as whoever starts an engine's receivers does, listen to this one again. On rank 0, between publishes.
+        """
+        self._started_ns = time.time_ns()
+        self._coordinator = None
+
     def release_sources(self) -> None:
         """Have receivers close memory of this rank that they kept open across publishes (`SourceBuffers.keep`). Call it
         before such memory is freed, resized or offloaded: what somebody still has mapped is not free.
