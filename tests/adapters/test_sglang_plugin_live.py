@@ -10,9 +10,11 @@ import pytest
 from weftpub.errors import ConfigError, StateError, TornError
 from weftpub.receive import EngineSide
 from weftpub_adapters.sglang import build_model
+from weftpub_adapters.sglang.plugin import hooks
 from weftpub_adapters.sglang.plugin.checks import faults_of, refuse_unfit
 from weftpub_adapters.sglang.plugin.live import LiveEngine
 from weftpub_adapters.sglang.plugin.settings import ReceiverSettings
+from weftpub_adapters.sglang.plugin.worker import _fitting
 
 pytestmark = pytest.mark.isolated("sglang")
 
@@ -99,6 +101,45 @@ def test_a_scheduler_that_works_is_not_taken_for_one_at_rest(scheduler: Any) -> 
     scheduler.is_fully_idle = lambda ignore_waiting: ignore_waiting
     engine.pause()
     assert not engine.may_serve
+
+
+def test_a_scheduler_that_is_going_on_is_not_found_at_rest(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A publisher found the scheduler paused just while it was told to continue: it went on, the engine was taken for
+    paused, and weights were written while requests read them."""
+    engine = live(scheduler, version=1)
+    worker = SimpleNamespace(live=engine)
+    found: list[str] = []
+
+    def vote(scheduler: Any, worker: Any) -> bool:
+        allowed = worker.live.may_serve
+        with pytest.raises(StateError):  # the receiver's thread comes between the vote and its consequence
+            engine.pause()
+        return allowed
+
+    def go_on(scheduler: Any, request: Any) -> str:
+        scheduler._engine_paused = False
+        found.append("serves" if engine.may_serve else "serves although it was closed")
+        return "went on"
+
+    monkeypatch.setattr(hooks, "worker_of", lambda scheduler: worker)
+    monkeypatch.setattr(hooks, "all_may_serve", vote)
+    assert hooks._continue(go_on, scheduler, None) == "went on"
+    assert found == ["serves"]
+    scheduler._engine_paused = True
+    engine.pause()
+    monkeypatch.setattr(hooks, "all_may_serve", lambda scheduler, worker: worker.live.may_serve)
+    assert hooks._continue(go_on, scheduler, None) is None
+
+
+def test_a_long_error_with_signs_to_escape_fits_into_a_report() -> None:
+    """An error full of quotes grew when it was escaped, its report was cut in the middle, and reading it ended every
+    scheduler of the engine."""
+    for error in ("'\"\\" * 700, "ö" * 2048, "plain", ""):
+        data = _fitting({"error": error, "running": False})
+        assert len(data) == len(_fitting({"error": "", "running": True}))
+        found = json.loads(data.decode())
+        assert error.startswith(found["error"])
+        assert bool(found["error"]) == bool(error)
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,12 @@ def test_an_engine_that_comes_back_serves_what_is_there_and_drops_what_it_loaded
         for name, parameter in experts_of(again).items():
             assert torch.equal(parameter.data.view(torch.uint8), expected[name].view(torch.uint8))
         assert second.memory.standing().committed.version == 1
+        with pytest.raises(ConfigError, match="said to serve version 3, but version 1 was committed last"):
+            engine_side(SGLangEngine(again), again.model, 3)
+        assert second.memory.standing().committed.version == 1
+        engine_side(SGLangEngine(again), again.model, 1)
+        assert second.memory.standing().serving
+        second.memory.stop_serving()
         second.memory.leave()
     finally:
         first.memory.leave()

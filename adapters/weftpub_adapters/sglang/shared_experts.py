@@ -173,13 +173,22 @@ def engine_side(engine: EngineSide, model: torch.nn.Module, version: int | None 
         engine: over the same model.
         model: the model.
         version: the published version that the engine serves already, None if none.
+
+    Raises:
+        ConfigError: the memory's header says that the bytes are of another version. TornError: it says that they must
+            not be served.
     """
     shared = shared_of(model)
     if shared is None:
         return engine
     if version is not None:
-        standing = shared.memory.standing()
-        if standing.committed is None or standing.committed.version != version:
+        committed = shared.memory.standing().committed
+        if committed is not None and committed.version != version:
+            raise ConfigError(
+                f"the engine was said to serve version {version}, but version {committed.version} was committed last "
+                "in the memory that its experts share; start the receivers without a version, and publish"
+            )
+        if committed is None:
             shared.memory.commit(version)
         shared.memory.start_serving()
     return _SharedSide(engine, shared)

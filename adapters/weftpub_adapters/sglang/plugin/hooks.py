@@ -103,8 +103,11 @@ def _resume(original: Callable[..., Any], updater: Any, request: Any) -> Any:
 
 def _continue(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
     worker = worker_of(scheduler)
-    if worker is None or all_may_serve(scheduler, worker):
+    if worker is None:
         return original(scheduler, request)
+    with worker.live.turn:
+        if all_may_serve(scheduler, worker):
+            return original(scheduler, request)
     logger.warning("weftpub: this engine does not go on, and requests wait: %s", worker.live.why_not())
     return None
 

@@ -47,6 +47,9 @@ class LiveEngine:
         self._rank = settings.first_rank + parallel_sizes().rank
         self._placement: str | None = None
         self._lock = threading.Lock()
+        # Held while the scheduler decides to go on and does, and while `pause` finds it at rest and keeps it there:
+        # between the two halves of either, the other would let requests be computed while weights are written.
+        self.turn = threading.Lock()
         self._resident = "weights" not in scheduler.weight_updater.offload_tags
         self._intact = self._resident and settings.version is not None
         self._open = self._intact
@@ -88,6 +91,7 @@ class LiveEngine:
         plugin = {
             "faults": faults_of(self._scheduler, self.device),
             "pid": os.getpid(),
+            "released": sorted(self._scheduler.weight_updater.offload_tags),
             "planner_loaded": "awex" in sys.modules,
             "addresses": digest_of({name: p.data_ptr() for name, p in self._model.named_parameters()}),
             "memory_saver": bool(self._scheduler.memory_saver_adapter.enabled),
@@ -117,7 +121,7 @@ class LiveEngine:
             StateError: the scheduler was not paused, or requests still hold its cache.
         """
         until = time.monotonic() + self._settings.pause
-        while not self._rests():
+        while not self._kept_at_rest(until):
             if time.monotonic() >= until:
                 doing = "still works on requests" if self._scheduler._engine_paused else "was not paused"
                 raise StateError(
@@ -125,8 +129,6 @@ class LiveEngine:
                     "publish (ColocatedEngine.drain, or SGLang's pause_generation with mode 'retract')"
                 )
             time.sleep(_POLL_S)
-        with self._lock:
-            self._open = False
 
     def resume(self) -> None:
         """Let the scheduler go on when SGLang is told to continue.
@@ -184,6 +186,19 @@ class LiveEngine:
     @property
     def _who(self) -> str:
         return f"engine {self._settings.engine} receiver rank {self._rank}"
+
+    def _kept_at_rest(self, until: float) -> bool:
+        """Keep a scheduler that rests at rest; False if it does not rest, or is going on at this moment."""
+        if not self.turn.acquire(timeout=max(0.0, until - time.monotonic())):
+            return False
+        try:
+            rests = self._rests()
+            if rests:
+                with self._lock:
+                    self._open = False
+            return rests
+        finally:
+            self.turn.release()
 
     def _rests(self) -> bool:
         return bool(self._scheduler._engine_paused) and bool(self._scheduler.is_fully_idle(ignore_waiting=True))

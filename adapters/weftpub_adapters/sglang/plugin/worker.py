@@ -222,8 +222,14 @@ def _go_on(scheduler: Any) -> None:
 def _gather(scheduler: Any, report: dict[str, Any]) -> list[dict[str, Any]]:
     """Every rank's report, as JSON in bytes: what ranks tell each other is not unpickled either."""
     group = scheduler.weight_updater.tp_cpu_group
-    data = json.dumps(report).encode()[:_REPORT_BYTES].ljust(_REPORT_BYTES)
-    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    mine = torch.frombuffer(bytearray(_fitting(report)), dtype=torch.uint8)
     found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(found, mine, group=group)
     return [json.loads(bytes(one.tolist()).decode()) for one in found]
+
+
+def _fitting(report: dict[str, Any]) -> bytes:
+    """A report in the bytes that all ranks expect, with less of its error if that is too long once it is escaped."""
+    while len(data := json.dumps(report).encode()) > _REPORT_BYTES:
+        report = {**report, "error": report["error"][: len(report["error"]) // 2]}
+    return data.ljust(_REPORT_BYTES)
