@@ -127,6 +127,12 @@ class FakePublisher:
         self.reasons: dict[str, str] = {}
         self.fails: Exception | None = None
         self.left_out: dict[str, str] = {}
+        self.versions: dict[str, int | None] = dict.fromkeys(self.states)
+        self.absent: set[str] = set()  # engines that cannot be described
+        self.taken_over = 0
+
+    def take_over(self) -> None:
+        self.taken_over += 1
 
     def pause(self) -> None:
         for name, state in self.states.items():
@@ -142,9 +148,10 @@ class FakePublisher:
                 world_size=1,
                 device=GPU,
                 parameters=specs,
-                settings={"kept": ["rope"]},
+                settings={"kept": ["rope"], "plugin": {"released": sorted(engine.away)}},
             )
             for rank, engine in enumerate(self.engines)
+            if engine.name not in self.absent
         ]
 
     def publish(self, version: int, sources: Any, checksums: Any, *, resume: bool, **_: Any) -> PublishReport:
@@ -157,6 +164,7 @@ class FakePublisher:
         for name in self.states:
             lost = self.left_out.get(name, "")
             self.states[name] = EngineState.TORN if lost else EngineState.COMMITTED
+            self.versions[name] = None if lost else version
             outcomes[name] = EngineOutcome(str(self.states[name]), None if lost else version, lost)
         return PublishReport("run", version, "0" * 64, {}, 0, 0, 0, 0, outcomes)
 
@@ -168,10 +176,10 @@ class FakePublisher:
                 self.states[name] = EngineState.SERVING
 
     def status(self) -> dict[int, StatusReport]:
-        fields: dict[str, Any] = {"version": 1, "digest": "", "incoming": None, "lost": None, "reason": ""}
+        fields: dict[str, Any] = {"digest": "", "incoming": None, "lost": None, "reason": "", "plan_digest": ""}
         return {
-            rank: StatusReport(state=state, plan_digest="", intact=state is not EngineState.TORN, **fields)
-            for rank, state in enumerate(self.states.values())
+            rank: StatusReport(state=state, version=self.versions[name], intact=state is not EngineState.TORN, **fields)
+            for rank, (name, state) in enumerate(self.states.items())
         }
 
 
@@ -372,6 +380,71 @@ def test_a_failed_engine_is_left_out_and_rejoins_after_a_restart(gpu: FakeGpu) -
     assert not restarted.paused
     with pytest.raises(ConfigError, match="keep its name"):
         step.rejoin(FakeEngine(gpu, "c"))
+
+
+def test_an_engine_that_was_away_at_the_first_drain_joins_all_the_same(gpu: FakeGpu) -> None:
+    """An engine that had died before the first drain was restarted and published to, and was held for torn for ever;
+    and its receivers refused the publisher, because starting them had asked them over a later one."""
+    first, second = FakeEngine(gpu, "a"), FakeEngine(gpu, "b")
+    publisher = FakePublisher(first, second)
+    publisher.absent = {"b"}
+    step = colocated([first, second], publisher, gpu, on_engine_failure="continue")
+    step.drain()
+    publisher.absent = set()
+    restarted = FakeEngine(gpu, "b")
+    publisher.engines[1] = restarted
+    step.rejoin(restarted)
+    assert publisher.taken_over == 1
+    step.publish(1, {})
+    step.continue_()
+    assert (restarted.version, restarted.paused) == ("1", False)
+    step.drain()
+    step.release(("weights",))
+    assert step.standing["b"].tags["weights"] == "released"
+
+
+def test_a_drain_that_fails_leaves_an_engine_that_can_go_on(engine: FakeEngine, step: ColocatedEngine) -> None:
+    """The first drain gave up on the cache and said that continue_ lets the engine go on; it did not."""
+    engine.busy = 1000
+    with pytest.raises(DeadlineError, match="continue_ lets it go on"):
+        step.drain()
+    step.continue_()
+    assert not engine.paused
+
+
+def test_a_commit_that_the_driver_did_not_hear_of_is_told_before_serving(
+    engine: FakeEngine, publisher: FakePublisher, step: ColocatedEngine
+) -> None:
+    """The reply to a commit was lost; the engine went on with version 5 and said that it was version 4."""
+    step.drain()
+    step.publish(4, {})
+    step.continue_()
+    step.drain()
+    publisher.fails = ChannelError("no answer in phase commit")
+    with pytest.raises(ChannelError):
+        step.publish(5, {})
+    publisher.states["sglang"], publisher.versions["sglang"] = EngineState.COMMITTED, 5
+    step.continue_()
+    assert engine.calls[-2:] == ["version 5", "continue"]
+    assert step.standing["sglang"].version == 5
+
+
+def test_memory_that_an_earlier_driver_released_is_known_to_be_away(gpu: FakeGpu) -> None:
+    """A driver ended between publish and resume; the next one released the same cache again, and the worker ended."""
+    engine = FakeEngine(gpu)
+    before = colocated(engine, FakePublisher(engine), gpu)
+    before.drain()
+    before.release()
+    before.publish(1, {})
+    step = colocated(engine, FakePublisher(engine), gpu)
+    step.drain()
+    with pytest.raises(StateError, match="kv_cache is released and cannot be released"):
+        step.release()
+    with pytest.raises(StateError, match="its memory is away"):
+        step.continue_()
+    step.resume()
+    step.continue_()
+    assert not engine.paused
 
 
 def test_ranks_without_handles_take_part_and_hear_of_failures(engine: FakeEngine, gpu: FakeGpu) -> None:

@@ -162,6 +162,16 @@ def test_a_server_that_is_gone_is_named(server: Server, engine: HttpEngine) -> N
         engine.weight_version()
 
 
+def test_a_pause_that_failed_does_not_keep_the_engine_paused(server: Server, engine: HttpEngine) -> None:
+    """The server had paused and its answer was lost: requests waited for an engine that nobody meant to be paused."""
+    server.status = 500
+    with pytest.raises(ChannelError, match="pause_generation"):
+        engine.pause("retract")
+    assert [path for path, _ in server.calls] == ["pause_generation", "continue_generation"]
+    server.status = 200
+    assert engine.generate([[1]], {"max_new_tokens": 2}, seconds=10.0)[0].tokens == (7, 8)
+
+
 def test_settings_count_only_from_a_file_of_ones_own(tmp_path: Path) -> None:
     """Whoever reaches the HTTP port names a folder; what is in it must be the engine's own user's."""
     settings = ReceiverSettings.checked(run_id="run", engine="sglang", first_rank=2, version=5)

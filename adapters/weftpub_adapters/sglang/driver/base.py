@@ -2,6 +2,7 @@
 every worker listens.
 """
 
+import contextlib
 import json
 import os
 from abc import ABC, abstractmethod
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from weftpub.channel import Deadlines
-from weftpub.errors import ChannelError, ConfigError
+from weftpub.errors import ChannelError, ConfigError, WeftpubError
 from weftpub.publisher import Peer, Publisher
 from weftpub_adapters.sglang.driver.handle import MODES, Completion, DriverDeadlines, Mode
 from weftpub_adapters.sglang.driver.loop import LoopThread
@@ -102,6 +103,7 @@ class BaseEngine(ABC):
         if mode not in MODES:
             raise ConfigError(f"mode {mode!r}: expected one of {', '.join(MODES)}")
         self._desk.hold()
+        told = False
         try:
             if mode == "drain":
                 cause = "answers are still being generated; give drain more seconds, or use mode 'retract'"
@@ -110,9 +112,14 @@ class BaseEngine(ABC):
                 cause = "the engine has not given its requests back"
                 self._call(self._desk.take_back(), "restart", self._deadlines.drain, cause)
             elif mode == "abort":
+                told = True
                 self._call(self._pause("abort"), "abort", self._deadlines.drain, "requests have not ended")
+            told = True
             self._call(self._pause("retract"), "pause", self._deadlines.control)
         except BaseException:
+            if told:  # perhaps it paused all the same, and would keep everybody's requests waiting
+                with contextlib.suppress(WeftpubError):
+                    self._call(self._continue(), "continue after a failed pause", self._deadlines.control)
             self._desk.admit()
             raise
 

@@ -34,7 +34,7 @@ from weftpub.publisher.report import PhaseClock
 from weftpub.version import EngineState
 from weftpub.wire.description import EngineDescription
 from weftpub_adapters.sglang.driver.handle import DriverDeadlines, EngineHandle, Mode
-from weftpub_adapters.sglang.driver.memory import MemoryTags, TagState, free_bytes, wait_for_free
+from weftpub_adapters.sglang.driver.memory import TAGS, MemoryTags, TagState, free_bytes, wait_for_free
 
 __all__ = ["ColocatedEngine", "EnginePhase", "EngineStanding"]
 
@@ -214,6 +214,9 @@ class ColocatedEngine:
                 for member in self._members.values():
                     member.fenced = f"version {version} was not committed: {error}"
                 raise
+        arrived = {name for name, outcome in report.engines.items() if not outcome.error}
+        if arrived - set(self._engine_of.values()):  # engines that were not there when the others were described
+            self._describe()
         with self._clock.phase("weight_version"):
             self._together(
                 "weight version", self._deadlines.control, lambda member: self._committed(member, version, report)
@@ -239,6 +242,9 @@ class ColocatedEngine:
         """
         with self._clock.phase("continue"):
             d = self._deadlines
+            self._together("drained", d.control, lambda member: member.require_drained("continue_"))
+            if not self._engine_of:  # a drain that failed did not come to it
+                self._describe()
             self._together("memory", d.control, _require_resident)
             self._publisher.resume()
             whole = self._whole_engines()
@@ -252,6 +258,7 @@ class ColocatedEngine:
         if handle.name not in self._members:
             raise ConfigError(f"engine {handle.name} replaces none of {', '.join(self._members)}; keep its name")
         handle.pause("retract")
+        self._publisher.take_over()  # starting its receivers asked them over a publisher of its own
         self._members[handle.name] = _Member(
             handle,
             MemoryTags(handle.name),
@@ -274,7 +281,7 @@ class ColocatedEngine:
             time.sleep(_FLUSH_AGAIN_S)
 
     def _describe(self) -> None:
-        """Learn once where weights lie and how large they are."""
+        """Learn where weights lie, how large they are, and which memory is away already."""
         found: dict[str, dict[str, int]] = {}
         engine_of: dict[int, str] = {}
         for one in self._publisher.describe():
@@ -282,8 +289,12 @@ class ColocatedEngine:
             sizes = found.setdefault(one.engine, {})
             if one.device != "cpu":
                 sizes[one.device] = sizes.get(one.device, 0) + _parameter_bytes(one)
+            member, plugin = self._members.get(one.engine), one.settings.get("plugin")
+            if member is not None and isinstance(plugin, Mapping):  # a driver before this one may have ended in between
+                away = [tag for tag in plugin.get("released", ()) if tag in TAGS]
+                member.tags.move(away, TagState.RELEASED)
         for name, member in self._members.items():
-            member.weights = found.get(name, {})
+            member.weights = found.get(name, member.weights or {})
         self._engine_of = engine_of
 
     def _release_one(self, member: _Member, tags: Sequence[str]) -> None:
@@ -360,18 +371,24 @@ class ColocatedEngine:
         member.version, member.fenced = version, ""
         member.handle.set_weight_version(str(version))
 
-    def _whole_engines(self) -> set[str]:
-        """Engines whose every rank serves, by their own word."""
-        serving = {rank for rank, report in self._publisher.status().items() if report.state is EngineState.SERVING}
-        torn = {engine for rank, engine in self._engine_of.items() if rank not in serving}
-        return set(self._engine_of.values()) - torn
+    def _whole_engines(self) -> dict[str, int | None]:
+        """Engines whose every rank serves, by their own word, and the version that they serve."""
+        reports = self._publisher.status()
+        found: dict[str, set[tuple[bool, int | None]]] = {}
+        for rank, engine in self._engine_of.items():
+            report = reports.get(rank)
+            serves = report is not None and report.state is EngineState.SERVING
+            found.setdefault(engine, set()).add((serves, report.version if serves and report is not None else None))
+        return {engine: one[1] for engine, (one, *others) in found.items() if one[0] and not others}
 
-    def _continue_one(self, member: _Member, whole: set[str]) -> None:
+    def _continue_one(self, member: _Member, whole: Mapping[str, int | None]) -> None:
         if member.name not in whole:
             raise TornError(
                 f"engine {member.name} may not serve: {member.fenced or 'a rank of it does not serve'}; publish a "
                 "complete version"
             )
+        # By the receivers' word: a commit whose end this driver did not hear of is a commit all the same.
+        member.version = whole[member.name]
         if member.version is not None and member.handle.weight_version() != str(member.version):
             member.handle.set_weight_version(str(member.version))
         member.handle.continue_()
@@ -409,7 +426,6 @@ class ColocatedEngine:
 
 
 def _require_resident(member: _Member) -> None:
-    member.require_drained("continue_")
     if not member.tags.resident:
         states = {tag: member.tags[tag] for tag in member.tags}
         away = ", ".join(f"{tag} {state}" for tag, state in states.items() if state is not TagState.RESIDENT)
