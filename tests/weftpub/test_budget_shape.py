@@ -63,6 +63,13 @@ def test_directories_names_and_bases(tmp_path: Path) -> None:
     assert ModelShape.from_config(listed).full_layers == 0
 
 
+def test_the_experts_of_a_checkpoint_that_transformers_5_saved() -> None:
+    """It writes the number as `num_local_experts`; the plan refused such a directory, which the trainer loads."""
+    config = _table()["qwen3-30b-a3b"]["config"]
+    renamed = {key: value for key, value in config.items() if key != "num_experts"} | {"num_local_experts": 128}
+    assert ModelShape.from_config(renamed) == ModelShape.from_config(config)
+
+
 def test_what_cannot_be_counted_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"neither a directory.*qwen3-30b-a3b"):
         load_shape("no/such-model")

@@ -168,12 +168,14 @@ def _read(architecture: str, text: Mapping[str, Any], vision: Mapping[str, Any] 
     heads, kv_heads = int(text["num_attention_heads"]), int(text["num_key_value_heads"])
     head_dim = int(text.get("head_dim") or hidden // heads)
     linear = _linear(text, layers) if next_generation else None
+    # transformers 5 writes Qwen3-MoE's count under the second name, older releases under the first.
+    experts = int(text["num_local_experts"] if "num_local_experts" in text else text["num_experts"])
     shape = ModelShape(
         architecture,
         layers,
         hidden,
         int(text["moe_intermediate_size"]),
-        int(text["num_experts"]),
+        experts,
         int(text["num_experts_per_tok"]),
         heads,
         kv_heads,
