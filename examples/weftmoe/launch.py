@@ -142,8 +142,8 @@ def require_driven(settings: Settings) -> None:
     """Refuse, before an engine is started, what the loop does not drive.
 
     Raises:
-        ConfigError: a model that the trainer does not build, several machines or engines, or the baseline on several
-            ranks.
+        ConfigError: a model that the trainer does not build, several machines or engines, shared experts, or the
+            baseline on several ranks.
     """
     # Loads torch; printing and planning need not wait for it.
     from weftpub_adapters.megatron.fields import ARCHITECTURE
@@ -157,6 +157,11 @@ def require_driven(settings: Settings) -> None:
         raise ConfigError(
             f"cluster.nodes={settings.cluster.nodes}, rollout.engines={settings.rollout.engines}: the loop drives one "
             "engine on one machine; set both to 1"
+        )
+    if settings.publish.experts == "shared":
+        raise ConfigError(
+            "publish.experts='shared': this configuration can be printed and planned, but the loop copies; set it to "
+            "'copy'"
         )
     if settings.publish.path == "native" and settings.cluster.world > 1:
         # SGLang's tensor update would get one rank's experts, and it refuses attention data parallelism.

@@ -100,6 +100,7 @@ def test_a_run_that_does_not_fit_is_not_started(capsys: pytest.CaptureFixture[st
     [
         (("--model", "Qwen/Qwen3.5-35B-A3B-Base"), "can be printed and planned"),
         (("--nodes", "2"), "one engine on one machine"),
+        (("publish.experts=shared",), "set it to 'copy'"),
     ],
 )
 def test_what_the_loop_does_not_drive_is_planned_and_not_started(
