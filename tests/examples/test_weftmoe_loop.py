@@ -290,6 +290,11 @@ def test_optimizer_fields_of_the_variants() -> None:
     assert staged["optimizer_offload_fraction"] == 1.0
     plain = optimizer_fields(settings("baseline", "adamw", "optimizer.cpu_offload=false"))
     assert "optimizer_cpu_offload" not in plain
+    # Its HybridDeviceOptimizer ended a smoke without a GPU with a KeyError: it looks for the GPU's copy.
+    assert settings("baseline", "adamw").optimizer.cpu_offload
+    assert "optimizer_cpu_offload" not in optimizer_fields(settings("baseline", "adamw"))
+    on_gpu = composed.load("baseline", optimizer="adamw", smoke="gpu")
+    assert optimizer_fields(on_gpu)["optimizer_cpu_offload"]
 
 
 def test_the_learning_rate_rises_over_the_warm_up() -> None:

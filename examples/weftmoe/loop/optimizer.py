@@ -39,7 +39,8 @@ def optimizer_fields(settings: Settings) -> dict[str, Any]:
             "muon_scale_mode": chosen.muon_scale_mode,
             "muon_num_ns_steps": chosen.muon_num_ns_steps,
         }
-    if settings.variant != "baseline" or chosen.cpu_offload:
+    # Megatron's HybridDeviceOptimizer knows only parameters on a GPU; without one there is nothing to offload.
+    if settings.variant != "baseline" or (chosen.cpu_offload and settings.cluster.gpus):
         fields |= {
             "use_precision_aware_optimizer": True,
             "optimizer_cpu_offload": True,
