@@ -291,8 +291,8 @@ class ColocatedEngine:
                 sizes[one.device] = sizes.get(one.device, 0) + _parameter_bytes(one)
             member, plugin = self._members.get(one.engine), one.settings.get("plugin")
             if member is not None and isinstance(plugin, Mapping):  # a driver before this one may have ended in between
-                away = [tag for tag in plugin.get("released", ()) if tag in TAGS]
-                member.tags.move(away, TagState.RELEASED)
+                released: Any = plugin.get("released", ())
+                member.tags.move((tag for tag in released if tag in TAGS), TagState.RELEASED)
         for name, member in self._members.items():
             member.weights = found.get(name, member.weights or {})
         self._engine_of = engine_of
