@@ -21,6 +21,7 @@ def check(settings: Settings) -> None:
 def problems(settings: Settings) -> Iterator[str]:
     """Every combination of values that cannot work, as one sentence with the remedy."""
     yield from _lengths(settings)
+    yield from _correction(settings)
     yield from _train_layout(settings)
     yield from _rollout_layout(settings)
     yield from _variant(settings)
@@ -45,6 +46,14 @@ def _lengths(s: Settings) -> Iterator[str]:
             f"algorithm.minibatches={s.algorithm.minibatches} must divide algorithm.prompts={s.algorithm.prompts}: "
             "groups stay together"
         )
+
+
+def _correction(s: Settings) -> Iterator[str]:
+    below, above = s.algorithm.tis_reject_below, s.algorithm.tis_reject_above
+    if s.algorithm.tis_cap is None and (below > 0 or above is not None):
+        yield "algorithm.tis_reject_below and tis_reject_above are part of the correction; set algorithm.tis_cap, too"
+    if above is not None and above <= below:
+        yield f"algorithm.tis_reject_above={above:g} must be above algorithm.tis_reject_below={below:g}"
 
 
 def _train_layout(s: Settings) -> Iterator[str]:

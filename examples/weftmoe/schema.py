@@ -257,6 +257,8 @@ class Algorithm(_Block):
         clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high] (clip-higher).
         loss: "token" weighs every trained token alike; "sequence" every completion.
         tis_cap: truncated importance sampling: upper bound of the trainer-over-rollout probability ratio; None is off.
+        tis_reject_below, tis_reject_above: tokens whose ratio lies outside are not trained on; the defaults reject none
+            but those that are not finite.
         dynamic_sampling: leave out groups whose rewards are all equal, and draw more prompts.
         max_resamples: rounds of drawing more before the step goes on with what it has.
         overlong_tokens: last tokens before the limit in which reward falls linearly by up to 1; 0 is off.
@@ -272,6 +274,8 @@ class Algorithm(_Block):
     clip_high: Annotated[float, Field(gt=0.0)] = 0.28
     loss: Literal["token", "sequence"] = "token"
     tis_cap: Annotated[float, Field(gt=0.0)] | None = 2.0
+    tis_reject_below: Annotated[float, Field(ge=0.0)] = 0.0
+    tis_reject_above: Annotated[float, Field(gt=0.0)] | None = None
     dynamic_sampling: bool = False
     max_resamples: Count = 3
     overlong_tokens: Count = 0

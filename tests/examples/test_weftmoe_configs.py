@@ -260,6 +260,8 @@ def test_a_directory_is_a_model(tmp_path: Path) -> None:
         ("data.max_prompt_tokens=9000", "leaves no room"),
         ("algorithm.overlong_tokens=7000", "covers whole completions"),
         ("algorithm.minibatches=5", "must divide algorithm.prompts=32"),
+        ("algorithm.tis_reject_below=2\nalgorithm.tis_reject_above=0.5", "must be above"),
+        ("algorithm.tis_cap=null\nalgorithm.tis_reject_above=3", "set algorithm.tis_cap, too"),
         ("algorithm.completions=1", "greater than or equal to 2"),
         ("cluster.gpus=0", r"set train\.experts='sequential'.*set rollout\.engine='sampler'|needs a GPU"),
         ("optimizer.cpu_offload=true", "stages by itself"),
@@ -273,7 +275,7 @@ def test_what_cannot_work_is_refused_with_what_does(override: str, message: str)
         composed.load("fp8", overrides=[override])
         return
     with pytest.raises(ConfigError, match=message):
-        composed.load("fp8", overrides=[override])
+        composed.load("fp8", overrides=override.split("\n"))
 
 
 @pytest.mark.parametrize(

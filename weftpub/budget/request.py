@@ -141,12 +141,14 @@ class Request:
 
     def _check_trainer(self) -> None:
         t, s = self.trainer, self.shape
-        for name, size in (
-            ("tensor x context", t.tensor * t.context),
-            ("expert x expert tensor", t.expert * t.expert_tensor),
+        for name, size, remedy in (
+            ("tensor x context", t.tensor * t.context, "--tensor"),
+            ("expert x expert tensor", t.expert * t.expert_tensor, "--expert"),
         ):
             if t.world % size:
-                raise ConfigError(f"trainer: {name} = {size} must divide its {t.world} ranks")
+                raise ConfigError(
+                    f"trainer: {name} = {size} must divide its {t.world} ranks; set {remedy} to a divisor of {t.world}"
+                )
         if s.experts % t.expert:
             raise ConfigError(f"trainer: {s.experts} experts cannot be dealt to expert={t.expert} ranks equally")
         if s.heads % t.tensor:

@@ -9,6 +9,7 @@ them; a baseline's optimizer state is moved by Megatron's own calls.
 
 import contextlib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
@@ -85,8 +86,7 @@ class MegatronGrpo:
                     parameter.zero_()
         self._wrap(model)
         self._loss = LossSettings(settings.algorithm.clip_low, settings.algorithm.clip_high)
-        cap = settings.algorithm.tis_cap
-        self._correction = CorrectionSettings(enabled=False) if cap is None else CorrectionSettings(cap=cap)
+        self._correction = _correction_settings(settings)
 
     # What it is.
 
@@ -328,3 +328,12 @@ def describe_settings(settings: Settings) -> dict[str, Any]:
     """The settings as plain data, for the log's header."""
     plain: dict[str, Any] = json.loads(settings.model_dump_json())
     return plain
+
+
+def _correction_settings(settings: Settings) -> CorrectionSettings:
+    """Of truncated importance sampling."""
+    algorithm = settings.algorithm
+    if algorithm.tis_cap is None:
+        return CorrectionSettings(enabled=False)
+    above = math.inf if algorithm.tis_reject_above is None else algorithm.tis_reject_above
+    return CorrectionSettings(cap=algorithm.tis_cap, reject_below=algorithm.tis_reject_below, reject_above=above)
