@@ -45,10 +45,10 @@ def remember(self, *args):
     staged = take(self, *args)
     taken.append(staged)
     return staged
-def flip(self, kind, deadline, **fields):
+def flip(self, kind, *args, **fields):
     if kind is messages.ChunkMessage and fields["version"] == 3:
         taken[-1].buffer.tensor[1000] ^= 1
-    return post(self, kind, deadline, **fields)
+    return post(self, kind, *args, **fields)
 staging.StagingPool.take, peers.PeerLink.post = remember, flip
 """
 
