@@ -24,7 +24,6 @@ import gc
 import json
 import math
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -33,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ran_on import ran_on
 
 from weftpub_demo import cpu_megatron
 
@@ -788,18 +788,6 @@ def picture(training: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def environment() -> dict[str, Any]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    found: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
-    for package in ("megatron-core", "transformer-engine", "triton", "emerging-optimizers"):
-        with contextlib.suppress(PackageNotFoundError):
-            found[package] = version(package)
-    if DEVICE.type == "cuda":
-        found["gpu"] = torch.cuda.get_device_name()
-    return found
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
@@ -831,7 +819,9 @@ def main() -> int:
         ),
     }
     report = Report()
-    report.data["environment"] = environment() | {"commit": arguments.commit}
+    report.data["environment"] = ran_on("megatron-core", "transformer-engine", "triton", "emerging-optimizers") | {
+        "commit": arguments.commit
+    }
     report.data["seconds"] = {}
     for name in arguments.only.split(","):
         began = time.monotonic()

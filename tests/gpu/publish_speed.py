@@ -22,7 +22,6 @@ import contextlib
 import json
 import multiprocessing as mp
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -30,12 +29,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from ran_on import ran_on
 
 from weftpub.channel import Deadlines, unix_address
 from weftpub.plan import Destination, Plan, Shard, ViewSpec, dtype_name, make_plan
@@ -563,17 +562,6 @@ def sglang_sections(report: Report, trainer: Trainer, engine: Engine, repeats: i
         same_bytes(report, trainer, engine, f"SGLang, {name}")
 
 
-def environment() -> dict[str, Any]:
-    """What ran where."""
-    found = {"python": platform.python_version(), "torch": torch.__version__, "cpus": os.cpu_count()}
-    for package in ("triton", "sglang"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    if DEVICE.type == "cuda":
-        found |= {"gpu": torch.cuda.get_device_name(0), "cuda": str(torch.version.cuda)}
-    return found
-
-
 def main() -> int:
     """Run all sections."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -603,7 +591,7 @@ def main() -> int:
                 sglang_sections(report, trainer, engine, max(3, options.cycles // 5))
         finally:
             engine.stop()
-            where = environment() | {"commit": options.commit, "engine": options.engine}
+            where = ran_on("triton", "sglang") | {"commit": options.commit, "engine": options.engine}
             data = {"environment": where, "sizes": asdict(sizes), "bytes": trainer.nbytes, "rows": report.rows}
             data["failures"] = report.failures
             (options.out / "publish_speed.json").write_text(json.dumps(data, indent=1))

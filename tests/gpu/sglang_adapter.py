@@ -25,7 +25,6 @@ import contextlib
 import itertools
 import json
 import os
-import platform
 import queue
 import signal
 import subprocess
@@ -40,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ran_on import ran_on
 
 from weftpub.channel import Deadlines
 from weftpub.errors import TornError, WeftpubError
@@ -863,18 +863,6 @@ class Beside:
         report.check("eager: the section ran to its end", self._process.poll() in (0, 1) and "eager" in found)
 
 
-def environment() -> dict[str, Any]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    found: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
-    for package in ("sglang", "megatron-core", "transformer-engine", "awex", "torch-memory-saver", "triton"):
-        with contextlib.suppress(PackageNotFoundError):
-            found[package] = version(package)
-    if GPU:
-        found["gpu"] = torch.cuda.get_device_name()
-    return found
-
-
 def import_everything() -> None:
     """One after the other: threads that import the same packages at once may find them half made."""
     from sglang.srt.entrypoints.engine import Engine
@@ -948,7 +936,9 @@ def main() -> int:
     os.environ["WEFTPUB_TEST_RAISE"] = str(out / "raise-in-engine")
     install_plugin(out / "site")
     report = Report(out / "sglang_adapter.json")
-    report.data["environment"] = environment()
+    report.data["environment"] = ran_on(
+        "sglang", "megatron-core", "transformer-engine", "awex", "torch-memory-saver", "triton"
+    )
     signal.signal(signal.SIGQUIT, note_death)  # the engine starts in another thread, which cannot
     chosen = given.only.split(",")
     began = time.monotonic()

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+from ran_on import ran_on
 
 from weftmoe import settings as composed
 from weftmoe.env import role_environment
@@ -64,7 +64,12 @@ class Report:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.data: dict[str, Any] = {"commit": _commit(), "environment": _environment(), "rows": [], "checks": {}}
+        self.data: dict[str, Any] = {
+            "commit": _commit(),
+            "environment": ran_on("megatron-core", "sglang"),
+            "rows": [],
+            "checks": {},
+        }
         self.failed: list[str] = []
 
     def check(self, name: str, passed: bool, detail: Any) -> None:
@@ -266,11 +271,6 @@ def draw(out: Path) -> None:
             draw_runs(logs, out / "weftmoe_smoke.png")
     except ModuleNotFoundError as error:
         print(f"no picture: {error}; draw it elsewhere with --draw", flush=True)
-
-
-def _environment() -> dict[str, Any]:
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    return {"python": sys.version.split()[0], "torch": torch.__version__, "device": name}
 
 
 def _commit() -> str:

@@ -25,7 +25,6 @@ import gc
 import json
 import multiprocessing as mp
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -36,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ran_on import ran_on
 
 from weftpub.channel import Deadlines, unix_address
 from weftpub.memory import Access, SharedAllocation, SharedAllocator, sharing_obstacle
@@ -739,14 +739,6 @@ def engine(report: Report, out: Path, tiny: bool) -> None:
     engine_section(report, out, tiny)
 
 
-def environment() -> dict[str, Any]:
-    """What ran where."""
-    found: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__, "cpus": os.cpu_count()}
-    if DEVICE.type == "cuda":
-        found |= {"gpu": torch.cuda.get_device_name(0), "cuda": str(torch.version.cuda)}
-    return found
-
-
 def main() -> int:
     """Run the sections."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -758,7 +750,7 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     report = Report()
-    report.data["environment"] = environment()
+    report.data["environment"] = ran_on()
     big, small = (TINY, TINY) if options.tiny else (QWEN35, MIDDLE)
     report.data["sizes"] = {"speed": asdict(big), "mechanism": asdict(small)}
     sections: dict[str, Callable[[], None]] = {

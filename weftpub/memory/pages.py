@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from weftpub.errors import ConfigError, TransportError
+from weftpub.errors import TransportError
 from weftpub.memory import vmm
 from weftpub.memory.vmm import Access
 
@@ -208,12 +208,6 @@ def require_memory_file(descriptor: int, nbytes: int) -> None:
             f"what was handed over is a memory file of {size} bytes with seals {seals:#x}, expected {nbytes} bytes "
             "that cannot shrink; both sides must run the same release"
         )
-
-
-def require_device(device: torch.device) -> None:
-    """ConfigError unless memory can be shared on such a device at all."""
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device {device}: memory is shared on 'cpu' and 'cuda' only")
 
 
 @cache

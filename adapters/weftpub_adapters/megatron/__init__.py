@@ -10,7 +10,7 @@ from weftpub_adapters.megatron.experts import ExpertAttachment
 from weftpub_adapters.megatron.fields import Qwen3MoeFields, read_config
 from weftpub_adapters.megatron.linear import StoreLinear, StoreMatrix
 from weftpub_adapters.megatron.loader import fill_parameters, read_parameters
-from weftpub_adapters.megatron.model import build_model, initialize_parallel, transformer_config
+from weftpub_adapters.megatron.model import base_settings, build_model, initialize_parallel, transformer_config
 from weftpub_adapters.megatron.probe import TrainerProbe, probe_layer
 from weftpub_adapters.megatron.support import SUPPORTED_VERSIONS, require_supported
 from weftpub_adapters.megatron.trainer import MegatronTrainer, TrainerSettings, TrainerStep
@@ -32,6 +32,7 @@ __all__ = [
     "TrainerSettings",
     "TrainerStep",
     "attach",
+    "base_settings",
     "build_model",
     "fill_parameters",
     "initialize_parallel",

@@ -14,7 +14,7 @@ from weftpub.errors import ConfigError
 from weftpub_adapters.megatron.fields import Qwen3MoeFields
 from weftpub_adapters.megatron.support import check_settings, require_supported
 
-__all__ = ["build_model", "initialize_parallel", "transformer_config"]
+__all__ = ["base_settings", "build_model", "initialize_parallel", "transformer_config"]
 
 
 def initialize_parallel(
@@ -57,6 +57,45 @@ def initialize_parallel(
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
+def base_settings(fields: Qwen3MoeFields) -> dict[str, Any]:
+    """TransformerConfig fields that the checkpoint fixes, and those that every trainer here shares: BF16, no dropout,
+    no fusion, memory not initialised.
+    """
+    return {
+        "num_layers": fields.layers,
+        "hidden_size": fields.hidden,
+        "ffn_hidden_size": fields.intermediate,
+        "num_attention_heads": fields.heads,
+        "num_query_groups": fields.kv_heads,
+        "kv_channels": fields.head_dim,
+        "qk_layernorm": True,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": fields.norm_eps,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "num_moe_experts": fields.experts,
+        "moe_ffn_hidden_size": fields.intermediate,
+        "moe_router_topk": fields.top_k,
+        # Softmax before or after the choice of experts: the same numbers as rescaling, or not, in Hugging Face's model.
+        "moe_router_pre_softmax": not fields.norm_topk,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32",
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
+        "pipeline_dtype": torch.bfloat16,
+        "perform_initialization": False,
+        "gradient_accumulation_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "apply_rope_fusion": False,
+    }
+
+
 def transformer_config(fields: Qwen3MoeFields, overrides: Mapping[str, Any] | None = None) -> Any:
     """The TransformerConfig of the model, on the present expert-parallel group.
 
@@ -77,42 +116,12 @@ def transformer_config(fields: Qwen3MoeFields, overrides: Mapping[str, Any] | No
             f"{fields.experts} experts cannot be shared by {expert_parallel} ranks; expert_parallel must "
             "divide num_experts"
         )
-    settings: dict[str, Any] = {
-        "num_layers": fields.layers,
-        "hidden_size": fields.hidden,
-        "ffn_hidden_size": fields.intermediate,
-        "num_attention_heads": fields.heads,
-        "num_query_groups": fields.kv_heads,
-        "kv_channels": fields.head_dim,
-        "qk_layernorm": True,
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": fields.norm_eps,
-        "add_bias_linear": False,
-        "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "num_moe_experts": fields.experts,
-        "moe_ffn_hidden_size": fields.intermediate,
-        "moe_router_topk": fields.top_k,
-        "moe_router_pre_softmax": not fields.norm_topk,
-        "moe_router_load_balancing_type": "none",
-        "moe_router_dtype": "fp32",
+    settings = base_settings(fields) | {
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": False,
         "expert_model_parallel_size": expert_parallel,
         "expert_tensor_parallel_size": 1,
-        "bf16": True,
-        "params_dtype": torch.bfloat16,
-        "pipeline_dtype": torch.bfloat16,
         "use_cpu_initialization": not torch.cuda.is_available(),
-        "perform_initialization": False,
-        "gradient_accumulation_fusion": False,
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "masked_softmax_fusion": False,
-        "persist_layer_norm": False,
-        "apply_rope_fusion": False,
     }
     try:
         config = TransformerConfig(**{**settings, **(overrides or {})})

@@ -7,7 +7,7 @@ import torch
 
 from weftmoe.schema import Settings
 from weftpub.errors import ConfigError
-from weftpub_adapters.megatron import Qwen3MoeFields
+from weftpub_adapters.megatron import Qwen3MoeFields, base_settings
 from weftpub_demo import cpu_megatron
 
 __all__ = ["build_model", "initialize", "join_world", "prepare_process"]
@@ -94,7 +94,7 @@ def build_model(settings: Settings, fields: Qwen3MoeFields, device: torch.device
     for name in ("pipeline", "context", "expert_tensor"):
         if getattr(settings.train, name) != 1:
             raise ConfigError(f"train.{name}={getattr(settings.train, name)} is not driven by this loop; set it to 1")
-    config = TransformerConfig(**_architecture(fields), **_execution(settings, device))
+    config = TransformerConfig(**base_settings(fields), **_execution(settings, device))
     grouped = settings.train.experts == "grouped"
     if grouped:
         spec = get_gpt_layer_with_transformer_engine_spec(
@@ -119,31 +119,6 @@ def build_model(settings: Settings, fields: Qwen3MoeFields, device: torch.device
     return Float16Module(config, model)
 
 
-def _architecture(fields: Qwen3MoeFields) -> dict[str, Any]:
-    """What the checkpoint fixes."""
-    return {
-        "num_layers": fields.layers,
-        "hidden_size": fields.hidden,
-        "ffn_hidden_size": fields.intermediate,
-        "num_attention_heads": fields.heads,
-        "num_query_groups": fields.kv_heads,
-        "kv_channels": fields.head_dim,
-        "qk_layernorm": True,
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": fields.norm_eps,
-        "add_bias_linear": False,
-        "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
-        "num_moe_experts": fields.experts,
-        "moe_ffn_hidden_size": fields.intermediate,
-        "moe_router_topk": fields.top_k,
-        # Softmax before or after the choice of experts: the same numbers as rescaling, or not, in Hugging Face's model.
-        "moe_router_pre_softmax": not fields.norm_topk,
-        "moe_router_load_balancing_type": "none",
-        "moe_router_dtype": "fp32",
-    }
-
-
 def _execution(settings: Settings, device: torch.device) -> dict[str, Any]:
     """What the run chooses."""
     train = settings.train
@@ -154,19 +129,7 @@ def _execution(settings: Settings, device: torch.device) -> dict[str, Any]:
         "expert_tensor_parallel_size": train.expert_tensor,
         "moe_token_dispatcher_type": train.dispatcher,
         "moe_grouped_gemm": train.experts == "grouped",
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "bf16": True,
-        "params_dtype": torch.bfloat16,
-        "pipeline_dtype": torch.bfloat16,
         "use_cpu_initialization": device.type == "cpu",
-        "perform_initialization": False,
-        "gradient_accumulation_fusion": False,
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "masked_softmax_fusion": False,
-        "persist_layer_norm": False,
-        "apply_rope_fusion": False,
         "deterministic_mode": train.deterministic and device.type == "cuda",
     }
     if train.dispatcher == "flex":
