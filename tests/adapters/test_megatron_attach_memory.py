@@ -127,6 +127,26 @@ def test_tags_move_alone_and_never_twice() -> None:
         train(ddp, opt)
 
 
+def test_new_slots_run_on_the_streams_of_the_old_ones() -> None:
+    """Every reload of the slots opened three streams, cuBLAS gave each one that it met a workspace of 32 MiB, and a
+    trainer of 50 colocated steps held a gigabyte more than at its first."""
+    from attach_support import build, train
+
+    from weftpub_adapters.megatron.attached import attach
+
+    ddp, opt = build("muon", "fp8")
+    with attach(ddp, opt) as attachment:
+        pipelines: list[Any] = []
+        for _ in range(3):
+            train(ddp, opt)
+            pipelines.append([child.core.pipeline for child in attachment._children])
+            attachment.offload("optimizer")
+            attachment.reload("optimizer")
+        first = pipelines[0][0]
+        assert all(one._lanes is first._lanes for some in pipelines for one in some)
+        assert pipelines[1][0].pool is not first.pool
+
+
 def test_bytes_changed_on_the_host_are_noticed_at_reload() -> None:
     from attach_support import build
 

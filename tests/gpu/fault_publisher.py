@@ -66,12 +66,12 @@ def arrange(fault: str, out: Path, sources: dict[str, torch.Tensor]) -> None:
                 time.sleep(0.5)
         return number
 
-    def flipped(publisher: Publisher, *arguments: Any) -> Any:
+    def flipped(publisher: Publisher, *arguments: Any, **settings: Any) -> Any:
         """After the checksums were computed, before the bytes are on their way."""
         sources["model.norm.weight"].view(torch.uint8)[5] ^= 1
         if DEVICE == "cuda":
             torch.cuda.synchronize()
-        return transfer(publisher, *arguments)
+        return transfer(publisher, *arguments, **settings)
 
     if fault in ("killed-during", "slow"):
         PeerLink.post = counted  # type: ignore[method-assign]

@@ -385,7 +385,7 @@ class World:
         """Bytes of the engine's parameters."""
         assert self.publisher is not None
         described = self.publisher.describe()[0]
-        kept = described.settings["buffers"]
+        kept = described.settings["kept"]
         assert isinstance(kept, list)
         return sum(
             torch.Size(spec.shape).numel() * torch_dtype(spec.dtype).itemsize
@@ -537,7 +537,7 @@ def section_cycles(world: World, count: int, *, name: str, compared: set[int]) -
         for place in ("serving", "released", "allocated"):
             values = [row[place] for row in (settled if place == "allocated" else quiet)]
             spread = max(values) - min(values)
-            limit = 64 * MIB if place == "allocated" else 0.0625
+            limit = 16 * MIB if place == "allocated" else 0.0625
             report.check(f"{name}: memory while {place} is flat", spread <= limit, [min(values), max(values)])
         freed = min(row["released"] - row["without_kv"] for row in settled)
         weights = world.weight_bytes() / (1 << 30)

@@ -306,11 +306,11 @@ class Publisher:
         def work() -> Any:
             with clock.phase("transfer"):
                 left_out = self._send(plan, nonce, progress, sha256=sha256)
-            return {
-                "left_out": left_out,
-                "sent": self._sender.totals(),
-                "sha256": self._sender.sha256() if sha256 else {},
-            }
+            digests: dict[str, list[str]] = {}
+            if sha256:  # while the receivers compute theirs
+                with clock.phase("sha256"):
+                    digests = self._sender.sha256()
+            return {"left_out": left_out, "sent": self._sender.totals(), "sha256": digests}
 
         def conclude(values: list[Any]) -> Any:
             coordinator, manifest = self._lead_links(), progress.required()

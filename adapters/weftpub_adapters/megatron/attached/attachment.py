@@ -26,7 +26,7 @@ import torch
 from weftpub.canonical import CanonicalTensor
 from weftpub.errors import ConfigError, NonFiniteGradientError, StateError
 from weftpub.optim import StepReport, gradient_norms
-from weftpub.staging import SlotPool, StagingPipeline, Writer
+from weftpub.staging import Lanes, SlotPool, StagingPipeline, Writer, open_lanes
 from weftpub.store import ExpertStore, SealReport, StoreState
 from weftpub.store.guard import GenerationGuard
 from weftpub_adapters.megatron.attached.binding import Binding, bind
@@ -137,6 +137,9 @@ class Attachment(OffloadTags, Checkpointing):
         self._inner_step: Any = None
         self._inner_prepare: Any = None
         self._snapshot = False
+        # Kept while slots come and go: cuBLAS gives every stream that it has ever met a workspace (32 MiB on Hopper),
+        # for as long as the process lives.
+        self._lanes: Lanes | None = None
         self._open = False
         self._generation = -1
         super().__init__(
@@ -392,7 +395,9 @@ class Attachment(OffloadTags, Checkpointing):
         tensors = 1 + max(len(child.masters.states) for child in self._children)
         numel = max(numel, 1)
         pool = SlotPool(self.device, self.settings.slots, numel=numel, tensors_per_slot=tensors)
-        pipeline = StagingPipeline(pool.device, pool)
+        if self._lanes is None:
+            self._lanes = open_lanes(pool.device)
+        pipeline = StagingPipeline(pool.device, pool, lanes=self._lanes)
         for binding, child in zip(self._bindings, self._children, strict=True):
             child.open(pipeline, binding.core, {unit.name: self._writer(unit) for unit in child.units})
 
