@@ -34,7 +34,7 @@ demo: $(RUN_READY) ## the main job on this machine (DEMO_ARGS="--optimizer adamw
 	@$(PY) -m weftpub_demo $(DEMO_ARGS)
 
 test: $(DEV_READY) ## every test (TESTS=tests/weftpub PYTEST_ARGS="-k plan" for some)
-	$(TEST_THREADS) $(PY) -m pytest $(shell $(PY) -c 'import xdist' 2>/dev/null && echo "-n $(WORKERS) --dist loadfile") $(PYTEST_ARGS) $(TESTS)
+	$(TEST_THREADS) $(PY) -m pytest $(shell $(PY) -c 'import xdist' 2>/dev/null && echo "-n $(WORKERS) --dist loadfile --no-loadscope-reorder") $(PYTEST_ARGS) $(TESTS)
 
 lint: style types layers ## style, types and import layers
 
