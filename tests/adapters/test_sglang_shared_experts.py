@@ -1,5 +1,8 @@
 """SGLang's real FusedMoE layers over memory that a trainer's store writes."""
 
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +18,14 @@ from weftpub.receive.shared import SharedEngineSide
 from weftpub.store import ExpertStore
 from weftpub.store.shared import layout_of, shared_catalogue
 from weftpub_adapters.sglang import ServedModel, SGLangEngine, build_model
-from weftpub_adapters.sglang.shared_experts import SETTING, engine_side, share_experts, share_on_load, shared_of
+from weftpub_adapters.sglang.shared_experts import (
+    SETTING,
+    engine_side,
+    experts_apart,
+    share_experts,
+    share_on_load,
+    shared_of,
+)
 
 pytestmark = pytest.mark.isolated("sglang")
 
@@ -152,7 +162,7 @@ def test_the_side_asks_the_header(served: ServedModel, folder: str) -> None:
         with pytest.raises(TornError, match="generation 2 is being written"):
             side.resume()
         assert not plain.serving
-        assert "generation 2 is being written" in (side.why_not() or "")
+        assert "generation 2 is being written" in side.readiness().why_not
         store.cancel()
         side.resume()
         assert plain.serving
@@ -226,3 +236,83 @@ def test_the_hook_shares_what_it_is_told_to_and_starts_the_engine_in_any_case(
     assert shared is not None
     assert probe(served).isfinite().all()
     shared.memory.leave()
+
+
+class Saver:
+    """Stands for torch-memory-saver: knows whether a region is open, and which parameters were made in one."""
+
+    def __init__(self) -> None:
+        self.open = False
+        self.enabled = True
+        self.regions: list[tuple[str, bool]] = []
+        self.apart = 0
+        cdll = SimpleNamespace(tms_get_interesting_region=lambda: self.open)
+        self._impl = SimpleNamespace(_binary_wrapper=SimpleNamespace(cdll=cdll))
+
+    @contextmanager
+    def region(self, tag: str, enable_cpu_backup: bool) -> Generator[None]:
+        assert not self.open
+        self.regions.append((tag, enable_cpu_backup))
+        self.open = True
+        yield
+        self.open = False
+
+    @contextmanager
+    def disable(self) -> Generator[None]:
+        assert self.open
+        self.open = False
+        yield
+        self.open = True
+        self.apart += 1
+
+
+@pytest.fixture
+def saver(monkeypatch: pytest.MonkeyPatch) -> Saver:
+    made = Saver()
+    monkeypatch.setitem(sys.modules, "torch_memory_saver", SimpleNamespace(torch_memory_saver=made))
+    return made
+
+
+def test_experts_that_may_be_shared_never_enter_the_savers_pool(saver: Saver, folder: str) -> None:
+    """Once they did, and were dropped after the rebinding: the saver ended the process (\"only support interesting
+    region\") when its pool was replaced to give the memory back."""
+    with saver.region("weights", enable_cpu_backup=False), experts_apart():
+        made = build_and_fill(LAYOUTS["tp1"], 0)
+        layers = made.hf_config["num_hidden_layers"]
+        assert saver.apart == layers
+        with pytest.raises(ConfigError, match="outside of the memory saver's region"):
+            share(made, folder)
+    share(made, folder).memory.leave()
+    with saver.region("weights", enable_cpu_backup=False):
+        build_model(LAYOUTS["tp1"].config, **LAYOUTS["tp1"].request(0))
+    assert saver.apart == layers  # the layers make them as ever
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_experts_that_are_not_shared_after_all_go_to_the_saver(saver: Saver, folder: str, shared: bool) -> None:
+    setting = {SETTING: {"folder": folder if shared else "/proc/nowhere"}}
+    runner = SimpleNamespace(
+        model=None, model_config=SimpleNamespace(hf_config=SimpleNamespace(**setting)), memory_saver_adapter=saver
+    )
+
+    def load(runner: Any) -> None:
+        with saver.region("weights", enable_cpu_backup=False):
+            served = build_and_fill(LAYOUTS["tp1"], 0)
+            runner.model, runner.served = served.model, served
+            runner.before = {
+                name: (p.data_ptr(), p.data.view(torch.uint8).clone()) for name, p in experts_of(served).items()
+            }
+
+    context = build_and_fill(LAYOUTS["tp1"], 0)
+    with context.active():
+        share_on_load(load, runner)
+    assert saver.apart > 0
+    assert saver.regions == [("weights", False)] * (1 if shared else 2)
+    for name, parameter in experts_of(runner.served).items():
+        address, codes = runner.before[name]
+        assert parameter.data_ptr() != address
+        assert torch.equal(parameter.data.view(torch.uint8), codes)
+    found = shared_of(runner.model)
+    assert (found is not None) == shared
+    if found is not None:
+        found.memory.leave()

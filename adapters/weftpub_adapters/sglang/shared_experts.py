@@ -1,12 +1,16 @@
 """Gives the routed experts of a loaded SGLang model memory that the trainer maps too, before CUDA graphs are captured.
 
-    shared = share_experts(model, folder)      right after the model was loaded, outside of the memory saver's region
+    with experts_apart():                      while SGLang builds and loads the model
+        ...
+    shared = share_experts(model, folder)      right after, outside of the memory saver's region
     side = engine_side(live_engine, model)     what the receiver drives: the same engine, with the memory's header asked
 
 Every `Parameter` object stays; its data becomes a view of the shared allocation, at an address that never changes. The
-allocation is none of the memory saver's, so a release of the `weights` tag neither frees nor touches it. The memory
-that SGLang had reserved is given back: the saver keeps freed blocks in a pool of its own for as long as that pool
-lives, so the pool is replaced, and what came free is measured.
+allocation is none of the memory saver's, so a release of the `weights` tag neither frees nor touches it.
+
+The memory that SGLang had reserved for the experts is given back, and what came free is measured. The saver never gives
+back a block before its pool ends, and ends the process if a block of its own is freed outside of a region. So experts
+that may be shared are kept out of its pool from the start; those that cannot be shared after all are moved into it.
 
 A model that cannot be shared (experts in another order, split over ranks, a driver that forbids it) keeps its own
 memory, and is published to by copy.
@@ -14,7 +18,8 @@ memory, and is published to by copy.
 
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +36,16 @@ from weftpub.store.shared import layout_of, shared_catalogue
 from weftpub_adapters.sglang.describe import w13_order
 from weftpub_adapters.sglang.placement import expert_slots
 
-__all__ = ["SETTING", "ShareSettings", "SharedExperts", "engine_side", "share_experts", "share_on_load", "shared_of"]
+__all__ = [
+    "SETTING",
+    "ShareSettings",
+    "SharedExperts",
+    "engine_side",
+    "experts_apart",
+    "share_experts",
+    "share_on_load",
+    "shared_of",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +118,8 @@ def share_experts(
             system or the folder forbid it; names the call. The model is unchanged then.
     """
     own = _layout(model)
-    saver = _memory_saver()
+    if _inside_a_region():
+        raise ConfigError("experts are shared after the model was loaded, outside of the memory saver's region")
     device = next(model.parameters()).device
     obstacle = sharing_obstacle(device, folder)
     if obstacle is not None:
@@ -124,7 +139,7 @@ def share_experts(
         before = _free(device)
         for parameter, target in targets.values():
             parameter.data = target
-        given_back = _give_back(device, before, saver)
+        given_back = _give_back(device, before)
     except BaseException:
         memory.leave()
         raise
@@ -140,25 +155,82 @@ def share_experts(
     return shared
 
 
+@contextmanager
+def experts_apart() -> Generator[None]:
+    """Inside, SGLang's layers make their routed experts outside of the memory saver's pool."""
+    from sglang.srt.layers.quantization.fp8 import Fp8MoEMethod
+    from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
+
+    with ExitStack() as stack:
+        for method in (Fp8MoEMethod, UnquantizedFusedMoEMethod):
+            original = method.create_weights
+            stack.callback(setattr, method, "create_weights", original)
+            method.create_weights = _apart(original)
+        yield
+
+
+def _apart(create: Callable[..., None]) -> Callable[..., None]:
+    def create_weights(*args: Any, **kwargs: Any) -> None:
+        with ExitStack() as stack:
+            with suppress(ConfigError):  # said when it comes to sharing
+                if _inside_a_region():
+                    stack.enter_context(sys.modules["torch_memory_saver"].torch_memory_saver.disable())
+            create(*args, **kwargs)
+
+    return create_weights
+
+
 def share_on_load(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
     """Around SGLang's `ModelRunner.load_model`: load, then share if the engine was started with `SETTING`.
 
     Whatever is in the way is logged, and the engine starts with experts of its own: publishes copy them.
     """
-    result = original(runner, *args, **kwargs)
     config = runner.model_config.hf_config
     wish = getattr(config, SETTING, None)
     if wish is None or getattr(runner, "is_draft_worker", False):
-        return result
+        return original(runner, *args, **kwargs)
     delattr(config, SETTING)  # it is no part of the model, and what describes the model need not know it
     try:
         settings = ShareSettings.model_validate(wish)
-        share_experts(runner.model, settings.folder, name=settings.name, protected=settings.protected)
     except ValidationError as error:
         logger.warning("weftpub: %s has %d faults; experts are not shared", SETTING, error.error_count())
+        return original(runner, *args, **kwargs)
+    with experts_apart():
+        result = original(runner, *args, **kwargs)
+    try:
+        share_experts(runner.model, settings.folder, name=settings.name, protected=settings.protected)
     except WeftpubError as error:
         logger.warning("weftpub: experts are not shared, publishes copy them: %s", error)
+    _hand_to_saver(runner)
     return result
+
+
+@torch.no_grad()
+def _hand_to_saver(runner: Any) -> None:
+    """Move the experts that are not shared into the memory saver's pool, so that a release frees them, too."""
+    saver: Any = getattr(runner, "memory_saver_adapter", None)
+    if saver is None or not saver.enabled:
+        return
+    from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+    from sglang.srt.runtime_context import get_exec
+
+    shared = shared_of(runner.model)
+    done = () if shared is None else shared.parameters
+    own = [
+        getattr(module, kind)
+        for name, module in runner.model.named_modules()
+        if isinstance(module, FusedMoE)
+        for kind in _BUFFERS
+        if getattr(module, kind, None) is not None and f"{name}.{kind}" not in done
+    ]
+    if not own:
+        return
+    with saver.region(GPU_MEMORY_TYPE_WEIGHTS, enable_cpu_backup=get_exec().features.enable_weights_cpu_backup):
+        for parameter in own:
+            parameter.data = parameter.data.clone()
+    if own[0].device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def shared_of(model: torch.nn.Module) -> SharedExperts | None:
@@ -309,34 +381,26 @@ def _settle(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _memory_saver() -> Any:
-    """torch-memory-saver's state if it is in use, None if it is not.
+def _inside_a_region() -> bool:
+    """Whether torch-memory-saver, if it is in use, takes what is allocated now.
 
     Raises:
-        ConfigError: inside of one of its regions, or a release that keeps its pool elsewhere.
+        ConfigError: a release of it that is not known.
     """
     module = sys.modules.get("torch_memory_saver")
     saver = None if module is None else getattr(module.torch_memory_saver, "_impl", None)
     if saver is None:
-        return None
-    if not all(hasattr(saver, known) for known in ("_binary_wrapper", "_hook_util", "_primary_mem_pool")):
+        return False
+    if not hasattr(saver, "_binary_wrapper"):
         raise ConfigError(
             "this release of torch-memory-saver is not known; use 0.0.9.post1, or leave the experts unshared"
         )
-    if saver._binary_wrapper.cdll.tms_get_interesting_region():
-        raise ConfigError("experts are shared after the model was loaded, outside of the memory saver's region")
-    return saver
+    return bool(saver._binary_wrapper.cdll.tms_get_interesting_region())
 
 
-def _give_back(device: torch.device, before: int, saver: Any) -> int | None:
-    """Hand freed memory back to the GPU; the bytes that came free since `before`, None on a CPU.
-
-    PyTorch hands the free blocks of a pool back only when the pool itself goes, so the saver gets another one. Blocks
-    in use stay where they are, and the saver knows them by address.
-    """
+def _give_back(device: torch.device, before: int) -> int | None:
+    """Hand freed memory back to the GPU; the bytes that came free since `before`, None on a CPU."""
     if device.type != "cuda":
         return None
-    if saver is not None:
-        saver._primary_mem_pool = torch.cuda.MemPool(allocator=saver._hook_util.get_allocator())
     torch.cuda.empty_cache()
     return _free(device) - before
