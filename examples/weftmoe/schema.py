@@ -155,6 +155,8 @@ class Rollout(_Block):
         memory_fraction: SGLang's mem_fraction_static, the share of free GPU memory for weights and KV cache.
         max_running: most requests of one step of the engine.
         cuda_graph, cuda_graph_max_batch: decode graphs, and the largest batch that gets one.
+        cuda_graph_batches: the batches that get one, each serving all below it down to the next; None leaves the list
+            to SGLang, which captures some dozens.
         radix_cache: prefix cache; off with torch 2.11, for which SGLang's tree is not built.
         drain: what happens to requests in flight when the weights change.
         sampling: how completions are drawn.
@@ -175,6 +177,7 @@ class Rollout(_Block):
     max_running: Positive
     cuda_graph: bool = True
     cuda_graph_max_batch: Positive = 256
+    cuda_graph_batches: Annotated[tuple[Positive, ...], Field(min_length=1)] | None = None
     radix_cache: bool = False
     drain: Literal["retract", "drain", "restart", "abort"] = "drain"
     sampling: Sampling = Sampling()
@@ -189,6 +192,8 @@ class Train(_Block):
         tensor, expert, expert_tensor, context, pipeline: parallel sizes.
         sequence_parallel: Megatron's; needed for experts at tensor > 1.
         experts: "grouped" runs TransformerEngine's grouped GEMMs (Hopper), "sequential" one module an expert.
+        attention: TransformerEngine's kernels; "auto" leaves the choice to it. "unfused" holds the scores of whole
+            microbatches, for short sequences: what deterministic fused ones need grows with the square of their number.
         dispatcher, flex_backend: Megatron's moe_token_dispatcher_type and, for "flex", its backend.
         recompute: "full" recomputes every layer in the backward pass.
         overlap_grad_reduce: reduce gradients while the backward pass goes on.
@@ -204,6 +209,7 @@ class Train(_Block):
     pipeline: Positive = 1
     sequence_parallel: bool
     experts: Literal["grouped", "sequential"]
+    attention: Literal["auto", "flash", "fused", "unfused"] = "auto"
     dispatcher: Literal["alltoall", "allgather", "flex"]
     flex_backend: Literal["deepep", "hybridep", "ncclep"] = "deepep"
     recompute: Literal["full", "none"]

@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from weftmoe.grpo import (
     DynamicSampling,
     LossSettings,
     Sequence,
+    batch_loss,
     correct,
     deal,
     group_advantages,
@@ -21,6 +23,7 @@ from weftmoe.grpo import (
     sequence_sums,
     summarize,
     token_loss,
+    token_weights,
 )
 from weftpub.errors import ConfigError
 
@@ -164,7 +167,7 @@ def test_every_completion_token_is_predicted_once(layout: str, budget: int) -> N
     found: dict[int, list[tuple[int, int]]] = {}
     for batch in microbatches(SEQUENCES, budget=budget, layout=layout):
         assert batch.tokens.numel() <= budget
-        inputs, labels = batch.pick(batch.tokens), batch.pick(batch.labels)
+        inputs, labels = (batch.split(batch.pick(values)) for values in (batch.tokens, batch.labels))
         for sequence, before, after in zip(batch.sequences, inputs, labels, strict=True):
             assert sequence.index not in found
             found[sequence.index] = list(zip(before.tolist(), after.tolist(), strict=True))
@@ -182,7 +185,24 @@ def test_packed_boundaries_and_fill() -> None:
     assert batch.positions[0].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 1, 2]
     (filled,) = microbatches(SEQUENCES[:3], budget=100, layout="packed", pad_to=8)
     assert filled.starts == (0, 4, 8, 13, 16)
-    assert sum(len(values) for values in filled.pick(filled.tokens)) == filled.trained == 7
+    assert len(filled.pick(filled.tokens)) == filled.trained == 7
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_what_is_filled_up_counts_in_the_budget(layout: str) -> None:
+    """Filling up to the tensor-parallel size once came on top of the budget, so a microbatch could be larger than the
+    memory that it was planned for."""
+    for budget in range(8, 40):
+        made = list(microbatches(SEQUENCES, budget=budget, layout=layout, pad_to=8))
+        assert max(batch.tokens.numel() for batch in made) <= budget
+        assert all(batch.tokens.shape[1] % 8 == 0 for batch in made)
+        assert [s.index for batch in made for s in batch.sequences] == [0, 1, 2, 3]
+
+
+def test_values_of_another_shape_are_refused() -> None:
+    (batch,) = microbatches(SEQUENCES, budget=100, layout="packed")
+    with pytest.raises(ConfigError, match="expected the microbatch's"):
+        batch.pick(torch.zeros(1, 3))
 
 
 def test_a_sequence_beyond_the_budget_is_refused() -> None:
@@ -284,3 +304,102 @@ def test_kl_estimates_the_true_divergence() -> None:
     found = summarize([sequence_sums(0, trainer_p.log()[drawn], rollout_p.log()[drawn])])
     assert found.kl == pytest.approx(true, rel=0.05)
     assert found.kl_k1 == pytest.approx(true, rel=0.15)
+
+
+def test_the_error_of_the_kl_is_the_spread_of_repeated_draws() -> None:
+    """Completions of different lengths whose tokens share a shift: tokens are no independent draws, completions are."""
+    draw = torch.Generator().manual_seed(1)
+    found = []
+    for _ in range(300):
+        sums = []
+        for index in range(40):
+            tokens = 1 + int(torch.randint(6, (1,), generator=draw))
+            shift = 0.1 * torch.randn(1, generator=draw).expand(tokens)
+            sums.append(sequence_sums(index, shift, torch.zeros(tokens)))
+        found.append(summarize(sums))
+    values = torch.tensor([one.kl for one in found])
+    stated = torch.tensor([one.kl_error for one in found]).square().mean().sqrt()
+    assert float(stated) == pytest.approx(float(values.std()), rel=0.1)
+    assert summarize([sequence_sums(0, torch.ones(3), torch.zeros(3))]).kl_error == 0.0
+
+
+# The objective of a microbatch.
+
+
+@pytest.mark.parametrize("rule", ["token", "sequence"])
+def test_token_weights_sum_to_one(rule: str) -> None:
+    weights = token_weights(SEQUENCES, rule)
+    assert sum(weights[s.index] * s.trained for s in SEQUENCES) == pytest.approx(1.0)
+    each = [weights[s.index] for s in SEQUENCES]
+    assert each == ([1 / 9] * 4 if rule == "token" else [1 / (4 * s.trained) for s in SEQUENCES])
+
+
+CORRECTION, CLIPPING = CorrectionSettings(cap=1.1, reject_below=0.4), LossSettings(0.2, 0.28)
+
+
+def by_hand(sequence: Sequence, logp: torch.Tensor, old: torch.Tensor | None, weight: float) -> torch.Tensor:
+    """One completion's part of the loss, token by token, from the formulas of the modules' docstrings."""
+    total = torch.zeros((), dtype=torch.float64)
+    for place, value in enumerate(logp.double()):
+        before = value.detach() if old is None else old[place].double()
+        importance = math.exp(before - sequence.rollout_logp[place])
+        importance = 0.0 if importance < 0.4 else min(importance, 1.1)
+        ratio = (value - before).exp()
+        clipped = ratio.clamp(0.8, 1.28)
+        total = total - weight * importance * torch.minimum(ratio * sequence.advantage, clipped * sequence.advantage)
+    return total
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first update", "later update"])
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("budget", [6, 100])
+def test_the_loss_of_microbatches_is_that_of_their_tokens(layout: str, budget: int, first: bool) -> None:
+    """Loss, gradient and statistics do not depend on how sequences are cut into microbatches, and are those of a sum
+    over tokens."""
+    generator = torch.Generator().manual_seed(5)
+    sequences = [replace(s, advantage=(-1.0) ** s.index * (0.5 + s.index)) for s in SEQUENCES]
+    values = {s.index: -torch.rand(s.trained, generator=generator) for s in sequences}
+    old = None if first else {index: v + 0.6 * torch.randn(len(v), generator=generator) for index, v in values.items()}
+    weights = token_weights(sequences, "sequence")
+    leaves = {index: v.clone().requires_grad_() for index, v in values.items()}
+    expected = sum(by_hand(s, leaves[s.index], old and old[s.index], weights[s.index]) for s in sequences)
+    expected.backward()
+
+    total, sums, gradients = 0.0, {}, {}
+    for batch in microbatches(sequences, budget=budget, layout=layout):
+        logp = torch.cat([values[s.index] for s in batch.sequences]).requires_grad_()
+        loss, found = batch_loss(batch, logp, old, weights, CORRECTION, CLIPPING)
+        loss.backward()
+        total += loss.item()
+        gradients.update(zip((s.index for s in batch.sequences), batch.split(logp.grad), strict=True))
+        sums.update({one.index: one for one in found})
+    assert total == pytest.approx(expected.item(), rel=1e-5)
+    for sequence in sequences:
+        torch.testing.assert_close(gradients[sequence.index], leaves[sequence.index].grad, rtol=1e-5, atol=1e-7)
+        before = values[sequence.index] if old is None else old[sequence.index]
+        apart = before.double() - torch.tensor(sequence.rollout_logp).double()
+        one = sums[sequence.index]
+        assert one.tokens == sequence.trained
+        assert one.difference == pytest.approx(apart.sum().item())
+        assert one.rejected == int((apart.exp() < 0.4).sum())
+        assert one.truncated == int((apart.exp() > 1.1).sum())
+    if not first:
+        assert sum(one.clipped_low + one.clipped_high for one in sums.values()) > 0, "the case must clip"
+    assert sum(one.truncated for one in sums.values()) > 0, "the case must cut weights off"
+
+
+def test_a_placeholder_counts_nowhere_and_keeps_the_graph() -> None:
+    """A rank with nothing to do still runs a backward pass, or the ranks that exchange experts with it would wait."""
+    nobody = Sequence.nobody()
+    for old in (None, {}):
+        (batch,) = microbatches([nobody], budget=8, layout="packed")
+        logp = torch.tensor([-0.5], requires_grad=True)
+        loss, found = batch_loss(batch, logp, old, token_weights(SEQUENCES, "token"), CORRECTION, CLIPPING)
+        loss.backward()
+        assert (loss.item(), logp.grad.tolist(), found) == (0.0, [0.0], [])
+
+
+def test_log_probs_of_another_length_are_refused() -> None:
+    (batch,) = microbatches(SEQUENCES, budget=100, layout="packed")
+    with pytest.raises(ConfigError, match="has 9 completion tokens"):
+        batch_loss(batch, torch.zeros(8), None, {}, CORRECTION, CLIPPING)

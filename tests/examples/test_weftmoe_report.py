@@ -189,12 +189,14 @@ def test_missing_sinks_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         open_sinks(tmp_path, header(), tensorboard=False, wandb="offline")
 
 
-def test_progress_away_from_a_terminal_is_a_line_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_away_from_a_terminal_is_a_line_a_stage_and_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     with PhaseProgress("run", 2) as progress:
+        progress.stage("starting the engine")
         progress.phase("step 1: rollout", 4)
         progress.advance(2)
         progress.step(record(1))
-    lines = capsys.readouterr().err.splitlines()
+    started, *lines = capsys.readouterr().err.splitlines()
+    assert started.endswith(" s  starting the engine")
     assert len(lines) == 1
     assert "reward 0.010" in lines[0]
     assert "served v1" in lines[0]
@@ -210,6 +212,7 @@ def test_a_summary_by_hand(tmp_path: Path) -> None:
     assert row.first_reward == pytest.approx(0.055)
     assert row.last_reward == pytest.approx(0.255)
     assert (row.kl_1, row.kl_2) == (1e-4, 2e-4)
+    assert (row.kl_1_error, row.kl_2_error) == (None, None), "a log from before it was measured"
     assert row.versions_in_order
     assert row.bytes_checked == 30
     assert row.fixed_tokens == 1

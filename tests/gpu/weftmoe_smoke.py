@@ -1,19 +1,25 @@
-"""The smoke run on one GPU: variants x seeds, learning rate 0, and a run that is killed and resumed.
+"""The smoke run on one GPU or two: variants x seeds, learning rate 0, and a run that is killed and resumed.
 
-    python tests/gpu/weftmoe_smoke.py --out OUT [--only train,frozen,resume] [--variants baseline,bf16,fp8]
-        [--seeds 1,2,3] [--steps 50] [--side-by-side 3] [--cpu] [--tiny]
+    python tests/gpu/weftmoe_smoke.py --out OUT [--only train,kl,frozen,resume,two-gpus] [--variants baseline,bf16,fp8]
+        [--seeds 1,2,3] [--steps 50] [--side-by-side 3] [--seconds 560] [--work DIR] [--cpu] [--tiny]
 
-Writes OUT/weftmoe_smoke.json (a row per run, with the checkout's commit), logs and output under OUT/runs, and, where
-matplotlib is installed, OUT/weftmoe_smoke.png; exits with 1 if a check fails. Sections:
+Writes OUT/weftmoe_smoke.json (a row per run, with the commit), OUT/weftmoe_smoke.tar.gz (log, output and settings of
+every run) and, where matplotlib is installed, OUT/weftmoe_smoke.png; all of it is there after every section, and after
+SIGTERM. Exits with 1 if a check fails. Models, checkpoints and runs lie under DIR. Sections:
 
     train     each variant with each seed; the made model of a seed is shared by its variants. Reward rises from the
-              warm-up's level; fp8 ends within the seeds' spread of bf16; log-prob differences stay flat; KL of step 2
-              is at most 1.2 x that of step 1
+              warm-up's level; fp8 ends within the seeds' spread of bf16; log-prob differences stay flat
+    kl        each variant, two steps of as many completions as it takes: KL of step 2 is at most 1.2 x that of step 1.
+              The hundreds of tokens of a `train` step cannot tell: a few of them, whose router was undecided, make up
+              most of it. The standard error stands beside every number
     frozen    fp8 with learning rate 0: the same tokens, scored after each publish, give the same bits
     resume    fp8, unbroken and killed at a random step: the same bytes at the same step
+    two-gpus  fp8 on two GPUs: trainer TP2/EP2 and DP2/EP2, rollout EP2 and MoE-TP2 (left out unless asked for)
 
-Runs are processes of their own, `--side-by-side` at a time on the one GPU. To try this script: `--cpu` runs the same
-with the torch sampler, `--tiny` few steps. `--draw` draws the picture from logs that are there.
+Runs are processes of their own, `--side-by-side` at a time, those of all sections together. A run that takes longer
+than `--limit`, or that is under way when `--seconds` are over, is ended; its steps count, and a check says so. To try
+this script: `--cpu` runs the same with the torch sampler, `--tiny` few steps. `--draw` draws the picture from logs that
+are there.
 """
 
 import argparse
@@ -24,7 +30,10 @@ import signal
 import statistics
 import subprocess
 import sys
+import tarfile
+import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,64 +47,124 @@ from weftmoe.report.summary import RunSummary, summarize_run
 from weftmoe.schema import Settings
 from weftmoe.smoke import make_model
 from weftmoe.telemetry import LOG_NAME, read_log
+from weftmoe.telemetry.log import LoggedRun
+from weftpub.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 # Few problems, that come again every few steps: fifty steps show learning above the noise of sampling. On a CPU thirty
 # steps of this size raised the reward from 0.35 to 0.66.
 TASK = ("smoke.problems=64", "algorithm.prompts=16", "algorithm.completions=16", "optimizer.lr=2e-4")
 PLUGIN = "[sglang.srt.plugins]\nweftpub = weftpub_adapters.sglang.plugin:register\n"
+KEPT = (LOG_NAME, "output.txt", "settings.yaml")
+TWO_GPUS = {
+    "tp2-to-ep2": ("train.tensor=2", "train.sequence_parallel=true", "rollout.expert=2"),
+    "dp2-to-ep2": ("rollout.expert=2",),
+    "tp2-to-tp2": ("train.tensor=2", "train.sequence_parallel=true"),
+    "dp2-to-tp2": (),
+}
 
 
 @dataclass(frozen=True)
 class Run:
-    """One process to start."""
+    """One run to start."""
 
     name: str
     settings: Settings
     kill_after_step: int | None = None
+    ranks: int = 1
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run went.
+
+    Attributes:
+        code: exit code; None for one that was ended for lack of time.
+        seconds: wall time.
+        ready: seconds until it could make its first step; None if it never could.
+        log: its records; None if there are none.
+        tail: its last lines.
+    """
+
+    run: Run
+    code: int | None
+    seconds: float
+    ready: float | None
+    log: LoggedRun | None
+    tail: list[str]
 
     @property
-    def out(self) -> Path:
-        return self.settings.out
+    def whole(self) -> bool:
+        """Whether it ended as it should."""
+        wanted = 0 if self.run.kill_after_step is None else -signal.SIGKILL
+        return self.code == wanted and self.log is not None
 
 
 class Report:
-    """Rows and checks; a failed check is remembered and the run goes on."""
+    """Rows and checks; a failed check is remembered and the run goes on. Sections share it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, commit: str) -> None:
         self._path = path
+        self._lock = threading.Lock()
         self.data: dict[str, Any] = {
-            "commit": _commit(),
+            "commit": commit,
             "environment": ran_on("megatron-core", "sglang"),
             "rows": [],
             "checks": {},
+            "failed": [],
         }
-        self.failed: list[str] = []
+
+    @property
+    def failed(self) -> list[str]:
+        return self.data["failed"]
 
     def check(self, name: str, passed: bool, detail: Any) -> None:
-        self.data["checks"][name] = {"passed": bool(passed), "detail": detail}
-        if not passed:
-            self.failed.append(name)
-        print(f"  {'ok  ' if passed else 'FAIL'} {name}: {detail}", flush=True)
+        with self._lock:
+            self.data["checks"][name] = {"passed": bool(passed), "detail": detail}
+            if not passed:
+                self.failed.append(name)
+            print(f"  {'ok  ' if passed else 'FAIL'} {name}: {detail}", flush=True)
 
-    def row(self, section: str, row: RunSummary, seconds: float) -> None:
-        entry = {"section": section, "commit": self.data["commit"], "wall_s": round(seconds, 1), **row.model_dump()}
-        self.data["rows"].append(entry)
+    def row(self, section: str, ended: Ended) -> RunSummary | None:
+        """Note a run; its summary, if it came far enough to have one."""
+        name, step_s = ended.run.name, ""
+        row = None if ended.log is None else summarize_run(ended.log)
+        if row is not None and row.seconds:
+            step_s = ", ".join(f"{phase} {spent:.2f}" for phase, spent in row.seconds.items())
+        how = f"exit {ended.code}" if ended.code is not None else "ended for lack of time"
+        steps = 0 if row is None else row.steps
+        print(
+            f"  {name}: {how} after {ended.seconds:.0f} s, ready after {ended.ready or 0:.0f} s, {steps} steps"
+            + (f"; medians in s: {step_s}" if step_s else ""),
+            flush=True,
+        )
+        self.check(f"{section}/{name}: ran to its end", ended.whole, how if ended.whole else "\n".join(ended.tail))
+        if row is None:
+            return None
+        entry = {"section": section, "commit": self.data["commit"], "code": ended.code}
+        entry |= {"wall_s": round(ended.seconds, 1), "ready_s": ended.ready, "run": name, **row.model_dump()}
+        with self._lock:
+            self.data["rows"].append(entry)
         self.write()
+        return row
 
     def write(self) -> None:
-        self.data["failed"] = self.failed
-        self._path.write_text(json.dumps(self.data, indent=1), encoding="utf-8")
+        with self._lock:
+            self._path.write_text(json.dumps(self.data, indent=1), encoding="utf-8")
 
 
 class Room:
-    """What all runs share: options, one environment with the engine's plugin, models by seed."""
+    """What all runs share: options, one environment with the engine's plugin, models by seed, time."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.out: Path = options.out.absolute()
-        self.place = "cpu" if options.cpu else "gpu"
-        self._plugin = self.out / "plugin"
+        self.work: Path = (options.work or options.out / "work").absolute()
+        self.place: composed.SmokePlace = "cpu" if options.cpu else "gpu"
+        self.stopped = threading.Event()
+        self._until = time.monotonic() + options.seconds
+        self._places = threading.BoundedSemaphore(options.side_by_side)
+        self._plugin = self.work / "plugin"
         info = self._plugin / "weftpub_tree-0.dist-info"
         info.mkdir(parents=True, exist_ok=True)
         # The checkout is not installed here: this is how the engine's processes find its plugin.
@@ -105,56 +174,88 @@ class Room:
     def settings(
         self, name: str, variant: str, seed: int, steps: int, *more: str, deterministic: bool = False
     ) -> Settings:
+        # Neighbours come and go while an engine measures what is free; its cache has a size of its own.
+        gpu = ["rollout.memory_fraction=0.6", "rollout.attention_backend=triton"]
+        # Only the comparison of bytes needs deterministic kernels, which are slower.
+        exact = ["train.deterministic=true", *([] if self.options.cpu else ["train.attention=unfused"])]
+        fast = ["train.deterministic=false", "roles.trainer.env.NVTE_ALLOW_NONDETERMINISTIC_ALGO=1"]
         overrides = [
-            f"out={self.out / 'runs' / name}",
+            f"out={self.work / 'runs' / name}",
             f"seed={seed}",
             f"steps={steps}",
-            f"model.path={self.out / 'models' / f'seed-{seed}'}",
+            f"model.path={self.model_path(seed)}",
             "telemetry.tensorboard=false",
-            "telemetry.progress=true",
-            *([] if self.options.cpu else ["rollout.memory_fraction=0.6", "rollout.attention_backend=triton"]),
-            # Only the comparison of bytes needs deterministic kernels, which are slower.
-            f"train.deterministic={str(deterministic).lower()}",
+            "checkpoint.save=off",
+            *([] if self.options.cpu else gpu),
+            *(exact if deterministic else fast),
             *TASK,
             *(["algorithm.prompts=4", "algorithm.completions=4"] if self.options.tiny else []),
-            *self.options.set,
             *more,
+            *self.options.set,
         ]
         return composed.load(variant, smoke=self.place, overrides=overrides)
 
-    def model(self, seed: int) -> None:
+    def model_path(self, seed: int) -> Path:
+        return self.work / "models" / f"seed-{seed}"
+
+    def make_model(self, seed: int) -> None:
         """Make a seed's model once; its variants start from the same weights."""
         base = composed.load("bf16", smoke=self.place, overrides=[*TASK, *self.options.set])
         limit = 20 if self.options.tiny else max(self.options.warmup, base.smoke.warmup_steps)
         smoke = base.smoke.model_copy(update={"warmup_steps": limit})
-        directory = self.out / "models" / f"seed-{seed}"
-        made = make_model(
-            directory, smoke, seed=seed, tokens=base.length.context, device="cpu" if self.options.cpu else "cuda"
-        )
+        device = "cpu" if self.options.cpu else "cuda"
+        made = make_model(self.model_path(seed), smoke, seed=seed, tokens=base.length.context, device=device)
         print(f"model of seed {seed}: {made}", flush=True)
 
-    def run(self, run: Run) -> float:
-        """Start it, wait for its end (or kill it after a step), and return its seconds; raises on failure."""
-        run.out.mkdir(parents=True, exist_ok=True)
-        settings = run.out / "settings.yaml"
-        composed.write(run.settings, settings)
-        began = time.monotonic()
-        with (run.out / "output.txt").open("ab") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "weftmoe.train", str(settings)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=self._environment(run.settings),
-                start_new_session=True,
-            )
-            code = _wait(process, run, began + self.options.limit)
-        seconds = time.monotonic() - began
-        tail = (run.out / "output.txt").read_text(encoding="utf-8", errors="replace").splitlines()[-25:]
-        print(f"  {run.name}: exit {code} after {seconds:.0f} s; {tail[-1] if tail else ''}", flush=True)
-        if code != 0 and not (run.kill_after_step is not None and code == -signal.SIGKILL):
-            raise RuntimeError(f"{run.name} ended with {code}:\n" + "\n".join(tail))
-        return seconds
+    def run_all(self, runs: Sequence[Run]) -> list[Ended]:
+        """Run them, as many at once as there is room for."""
+        with ThreadPoolExecutor(len(runs)) as pool:
+            return list(pool.map(self.run, runs))
+
+    def run(self, run: Run) -> Ended:
+        """Start a run, and wait for its end (or kill it after a step)."""
+        with self._places:
+            out = run.settings.out
+            out.mkdir(parents=True, exist_ok=True)
+            settings = out / "settings.yaml"
+            composed.write(run.settings, settings)
+            began = time.monotonic()
+            with (out / "output.txt").open("ab") as output:
+                process = subprocess.Popen(
+                    [*_command(run.ranks), str(settings)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=self._environment(run.settings),
+                    start_new_session=True,
+                )
+                code, ready = self._wait(process, run, began)
+            seconds = time.monotonic() - began
+        tail = (out / "output.txt").read_text(encoding="utf-8", errors="replace").splitlines()[-40:]
+        try:
+            log = read_log(out)
+        except ConfigError as error:
+            log, tail = None, [*tail, str(error)]
+        return Ended(run, code, seconds, ready, log, tail)
+
+    def _wait(self, process: subprocess.Popen[bytes], run: Run, began: float) -> tuple[int | None, float | None]:
+        """Exit code, and seconds until the first step could begin. The process and all of its children are ended at the
+        step to kill at, and when there is no more time."""
+        ready = None
+        starts = _count(run.settings.out, "run")
+        while True:
+            try:
+                return process.wait(timeout=0.2), ready
+            except subprocess.TimeoutExpired:
+                now = time.monotonic()
+            if ready is None and _count(run.settings.out, "run") > starts:
+                ready = round(now - began, 1)
+            late = self.stopped.is_set() or now > min(began + self.options.limit, self._until)
+            due = run.kill_after_step is not None and _count(run.settings.out, "step") >= run.kill_after_step
+            if late or due:
+                os.killpg(process.pid, signal.SIGKILL)
+                code = process.wait()
+                return None if late else code, ready
 
     def _environment(self, settings: Settings) -> dict[str, str]:
         folders = [self._plugin, *(ROOT / part for part in ("", "kernels", "adapters", "examples"))]
@@ -163,26 +264,28 @@ class Room:
         cpu = {"CUDA_VISIBLE_DEVICES": ""} if self.options.cpu else {}
         return role_environment(settings, "trainer", {**os.environ, "PYTHONPATH": path, **cpu})
 
-
-def _wait(process: subprocess.Popen[bytes], run: Run, until: float) -> int:
-    """The exit code; the process and all of its children are ended at the step to kill at, or at the limit."""
-    while True:
-        try:
-            return process.wait(timeout=0.2)
-        except subprocess.TimeoutExpired:
-            pass
-        late = time.monotonic() > until
-        if late or (run.kill_after_step is not None and _steps(run.out) >= run.kill_after_step):
-            os.killpg(process.pid, signal.SIGKILL)
-            code = process.wait()
-            if late:
-                raise RuntimeError(f"{run.name} took too long and was ended; see {run.out / 'output.txt'}")
-            return code
+    def pack(self) -> None:
+        """What is worth keeping of all runs, in one file."""
+        part = self.out / "weftmoe_smoke.part"
+        with tarfile.open(part, "w:gz") as archive:
+            for name in KEPT:
+                for path in sorted((self.work / "runs").glob(f"*/{name}")):
+                    archive.add(path, f"runs/{path.parent.name}/{name}")
+            for path in sorted((self.work / "models").glob("*/warmup.json")):
+                archive.add(path, f"models/{path.parent.name}/{path.name}")
+        part.rename(self.out / "weftmoe_smoke.tar.gz")
 
 
-def _steps(out: Path) -> int:
+def _command(ranks: int) -> list[str]:
+    if ranks == 1:
+        return [sys.executable, "-m", "weftmoe.train"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return [*torchrun, "--max-restarts=0", "-m", "weftmoe.worker"]
+
+
+def _count(out: Path, kind: str) -> int:
     log = out / LOG_NAME
-    return log.read_text(encoding="utf-8").count('"kind":"step"') if log.is_file() else 0
+    return log.read_text(encoding="utf-8").count(f'{{"kind":"{kind}"') if log.is_file() else 0
 
 
 # Sections.
@@ -195,31 +298,28 @@ def section_train(room: Room, report: Report) -> None:
         for seed in options.seeds
         for variant in options.variants
     ]
-    rows: dict[str, RunSummary] = {}
-    with ThreadPoolExecutor(options.side_by_side) as pool:
-        for run, seconds in zip(runs, pool.map(room.run, runs), strict=True):
-            rows[run.name] = summarize_run(read_log(run.out))
-            report.row("train", rows[run.name], seconds)
-    for name, row in rows.items():
-        _check_curve(report, name, row, rising=not options.tiny)
-    _check_spread(report, rows, options.seeds)
+    rows = {ended.run.name: report.row("train", ended) for ended in room.run_all(runs)}
+    made = {name: row for name, row in rows.items() if row is not None and row.steps > 1}
+    for name, row in made.items():
+        _check_curve(report, f"train/{name}", row, rising=not options.tiny)
+    _check_spread(report, made, options.seeds)
 
 
 def _check_curve(report: Report, name: str, row: RunSummary, *, rising: bool) -> None:
     first, last = row.first_reward, row.last_reward
     assert first is not None, f"{name} has no steps"
     assert last is not None, f"{name} has no steps"
-    report.check(f"train/{name}: reward rises", last > first or not rising, f"{first:.3f} -> {last:.3f}")
-    report.check(f"train/{name}: versions in order", row.versions_in_order, row.steps)
-    if row.variant != "baseline":
-        report.check(f"train/{name}: bytes checked at every step", row.bytes_checked == row.steps, row.bytes_checked)
-    if row.kl_1 is not None and row.kl_2 is not None:
-        ratio = row.kl_2 / row.kl_1
-        detail = f"{row.kl_1:.3e}, {row.kl_2:.3e}: x {ratio:.2f}"
-        report.check(f"train/{name}: KL of step 2 at most 1.2 x step 1", ratio <= 1.2, detail)
+    report.check(f"{name}: reward rises", last > first or not rising, f"{first:.3f} -> {last:.3f}")
+    _check_versions(report, name, row)
     before, after = row.difference_first, row.difference_last
     if before is not None and after is not None:
-        report.check(f"train/{name}: log-prob difference flat", after <= 2 * before, f"{before:.4f} -> {after:.4f}")
+        report.check(f"{name}: log-prob difference flat", after <= 2 * before, f"{before:.4f} -> {after:.4f}")
+
+
+def _check_versions(report: Report, name: str, row: RunSummary) -> None:
+    report.check(f"{name}: versions in order", row.versions_in_order, row.steps)
+    if row.variant != "baseline":
+        report.check(f"{name}: bytes checked at every step", row.bytes_checked == row.steps, row.bytes_checked)
 
 
 def _check_spread(report: Report, rows: dict[str, RunSummary], seeds: list[int]) -> None:
@@ -235,13 +335,32 @@ def _check_spread(report: Report, rows: dict[str, RunSummary], seeds: list[int])
     report.check("train: fp8 within the seed spread of bf16", apart <= spread, {**means, "spread": spread})
 
 
+def section_kl(room: Room, report: Report) -> None:
+    options = room.options
+    many = () if options.tiny else ("algorithm.prompts=64", f"algorithm.completions={options.kl_completions}")
+    runs = [
+        Run(f"kl-{variant}", room.settings(f"kl-{variant}", variant, options.seeds[0], 2, *many))
+        for variant in options.variants
+    ]
+    for ended in room.run_all(runs):
+        row = report.row("kl", ended)
+        if row is None or not row.kl_1 or row.kl_2 is None:
+            continue
+        ratio = row.kl_2 / row.kl_1
+        errors = [(error or 0.0) / kl for error, kl in ((row.kl_1_error, row.kl_1), (row.kl_2_error, row.kl_2))]
+        detail = (
+            f"{row.kl_1:.3e} (error {errors[0]:.0%}), {row.kl_2:.3e} (error {errors[1]:.0%}): "
+            f"x {ratio:.3f} +- {ratio * sum(error**2 for error in errors) ** 0.5:.3f}, {row.trained_tokens} tokens"
+        )
+        report.check(f"{ended.run.name}: KL of step 2 at most 1.2 x step 1", ratio <= 1.2 or options.tiny, detail)
+
+
 def section_frozen(room: Room, report: Report) -> None:
     steps = 3 if room.options.tiny else 30
-    settings = room.settings("frozen", "fp8", room.options.seeds[0], steps, "optimizer.lr=0", "checkpoint.save=off")
-    seconds = room.run(Run("frozen", settings))
-    row = summarize_run(read_log(settings.out))
-    report.row("frozen", row, seconds)
-    report.check("frozen: fixed tokens have one result", row.fixed_tokens == 1, f"{row.fixed_tokens} after {row.steps}")
+    settings = room.settings("frozen", "fp8", room.options.seeds[0], steps, "optimizer.lr=0")
+    row = report.row("frozen", room.run(Run("frozen", settings)))
+    found = (0, None) if row is None else (row.steps, row.fixed_tokens)
+    report.check("frozen: fixed tokens have one result", found == (steps, 1), f"{found[1]} after {found[0]} publishes")
 
 
 def section_resume(room: Room, report: Report) -> None:
@@ -250,26 +369,59 @@ def section_resume(room: Room, report: Report) -> None:
     at = random.SystemRandom().randint(save + 1, steps - 1)
     seed, fixed = options.seeds[0], f"checkpoint.save={save}"
     unbroken = Run("unbroken", room.settings("unbroken", "fp8", seed, steps, fixed, deterministic=True))
-    again = room.settings("broken", "fp8", seed, steps, fixed, deterministic=True)
-    broken = Run("broken", again, kill_after_step=at)
-    seconds = [room.run(unbroken), room.run(broken), room.run(Run("broken", broken.settings))]
-    for run, spent in ((unbroken, seconds[0]), (broken, seconds[1] + seconds[2])):
-        report.row("resume", summarize_run(read_log(run.out)), spent)
-    one, other = ({s.step: s.byte_check.sha256 for s in read_log(run.out).steps} for run in (unbroken, broken))
+    broken = Run("broken", room.settings("broken", "fp8", seed, steps, fixed, deterministic=True), kill_after_step=at)
+    first, killed = room.run_all([unbroken, broken])
+    report.row("resume", first)
+    report.row("resume", killed)
+    again = room.run(Run("broken", broken.settings))
+    report.row("resume", again)
+    logs = [ended.log.steps if ended.log is not None else () for ended in (first, again)]
+    one, other = ({s.step: s.byte_check.sha256 for s in log} for log in logs)
     differing = [step for step in one if one[step] != other.get(step)]
     detail = f"killed after step {at}; steps with other bytes: {differing}"
     report.check("resume: the same bytes at every step", not differing and len(one) == steps, detail)
 
 
-def draw(out: Path) -> None:
+def section_two_gpus(room: Room, report: Report) -> None:
+    options = room.options
+    two: tuple[str, ...] = ("cluster.gpus=2", "train.expert=2", "rollout.tensor=2")
+    layouts = TWO_GPUS
+    if options.cpu:  # ranks without GPUs are counted as nodes; the sampler holds the whole model
+        two = ("cluster.nodes=2", "train.expert=2")
+        layouts = {name: [o for o in TWO_GPUS[name] if "rollout" not in o] for name in ("tp2-to-ep2", "dp2-to-ep2")}
+    steps = min(options.steps, 10)
+    runs = [
+        Run(name, room.settings(name, "fp8", options.seeds[0], steps, *two, *layout), ranks=2)
+        for name, layout in layouts.items()
+    ]
+    for ended in room.run_all(runs):
+        row = report.row("two-gpus", ended)
+        if row is None:
+            continue
+        name = f"two-gpus/{ended.run.name}"
+        _check_versions(report, name, row)
+        apart = row.difference_last
+        report.check(f"{name}: trainer and engine agree", apart is not None and apart < 0.02, f"{apart} nats a token")
+
+
+SECTIONS = {
+    "train": section_train,
+    "kl": section_kl,
+    "frozen": section_frozen,
+    "resume": section_resume,
+    "two-gpus": section_two_gpus,
+}
+
+
+def draw(work: Path, out: Path) -> None:
     """All runs of the train section in one picture."""
     try:
         from weftmoe.report import draw_runs
 
-        logs = [read_log(path.parent) for path in sorted((out / "runs").glob(f"*-seed-*/{LOG_NAME}"))]
+        logs = [read_log(path.parent) for path in sorted((work / "runs").glob(f"*-seed-*/{LOG_NAME}"))]
         if logs:
             draw_runs(logs, out / "weftmoe_smoke.png")
-    except ModuleNotFoundError as error:
+    except (ModuleNotFoundError, ConfigError) as error:
         print(f"no picture: {error}; draw it elsewhere with --draw", flush=True)
 
 
@@ -278,16 +430,20 @@ def _commit() -> str:
     return found.stdout.strip() if found.returncode == 0 else "no git here"
 
 
-def main() -> int:
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", default="train,frozen,resume")
+    parser.add_argument("--work", type=Path, help="models, checkpoints and runs; OUT/work if not given")
+    parser.add_argument("--only", type=lambda text: text.split(","), default=["train", "kl", "frozen", "resume"])
     parser.add_argument("--variants", type=lambda text: text.split(","), default=["baseline", "bf16", "fp8"])
     parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--warmup", type=int, default=400, help="most supervised steps of a made model")
+    parser.add_argument("--kl-completions", type=int, default=128, help="completions of each of kl's 64 prompts")
     parser.add_argument("--side-by-side", type=int, default=3)
     parser.add_argument("--limit", type=float, default=540.0, help="most seconds of one run")
+    parser.add_argument("--seconds", type=float, default=86400.0, help="seconds after which everything is ended")
+    parser.add_argument("--commit", default="", help="of the code, where it is no checkout")
     parser.add_argument("--set", action="append", default=[], help="an override of every run, block.key=value")
     parser.add_argument("--cpu", action="store_true", help="the CPU parts, to try this script")
     parser.add_argument("--tiny", action="store_true", help="few steps of small batches, to try this script")
@@ -295,23 +451,36 @@ def main() -> int:
     options = parser.parse_args()
     if options.tiny:
         options.steps, options.seeds = min(options.steps, 3), options.seeds[:1]
-    if options.draw:
-        draw(options.out)
-        return 0
+    return options
+
+
+def main() -> int:
+    options = _options()
     options.out.mkdir(parents=True, exist_ok=True)
-    room, report = Room(options), Report(options.out / "weftmoe_smoke.json")
+    room = Room(options)
+    if options.draw:
+        draw(room.work, room.out)
+        return 0
+    report = Report(room.out / "weftmoe_smoke.json", options.commit or _commit())
+    signal.signal(signal.SIGTERM, lambda *_: room.stopped.set())
     for seed in options.seeds:
-        room.model(seed)
-    sections = {"train": section_train, "frozen": section_frozen, "resume": section_resume}
-    for name in options.only.split(","):
-        print(f"== {name}", flush=True)
-        try:
-            sections[name](room, report)
-        except RuntimeError as error:
-            report.check(f"{name}: ran", False, str(error))
+        room.make_model(seed)
+
+    def run_section(name: str) -> None:
+        SECTIONS[name](room, report)
         report.write()
-    draw(options.out)
-    print(json.dumps({"failed": report.failed}))
+        room.pack()
+
+    with ThreadPoolExecutor(len(options.only)) as pool:
+        sections = {name: pool.submit(run_section, name) for name in options.only}
+        for name, done in sections.items():
+            error = done.exception()
+            if error is not None:
+                report.check(f"{name}: the section itself", False, f"{type(error).__name__}: {error}")
+    report.write()
+    draw(room.work, room.out)
+    room.pack()
+    print(json.dumps({"failed": report.failed}), flush=True)
     return 1 if report.failed else 0
 
 

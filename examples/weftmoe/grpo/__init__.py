@@ -6,6 +6,7 @@ Pure functions of tensors and numbers; they know neither Megatron nor an engine,
 from weftmoe.grpo.advantages import GroupRewards, group_advantages
 from weftmoe.grpo.correction import Correction, CorrectionSettings, correct
 from weftmoe.grpo.loss import LossSettings, TokenLoss, token_loss
+from weftmoe.grpo.objective import batch_loss, token_weights
 from weftmoe.grpo.packing import Microbatch, Sequence, deal, microbatches
 from weftmoe.grpo.selection import DynamicSampling, Selection, select_groups
 from weftmoe.grpo.statistics import SequenceSums, StepStatistics, sequence_sums, summarize
@@ -22,6 +23,7 @@ __all__ = [
     "SequenceSums",
     "StepStatistics",
     "TokenLoss",
+    "batch_loss",
     "correct",
     "deal",
     "group_advantages",
@@ -30,4 +32,5 @@ __all__ = [
     "sequence_sums",
     "summarize",
     "token_loss",
+    "token_weights",
 ]

@@ -29,7 +29,7 @@ class Sequence:
     """One prompt with one completion.
 
     Attributes:
-        index: position in the step's batch; statistics are summed in this order.
+        index: position in the step's batch; statistics are summed in this order. Below zero for a placeholder.
         tokens: ids of prompt and completion.
         prompt: number of prompt tokens; the completion's tokens are trained, the prompt's never.
         rollout_logp: the engine's log-probability of each completion token.
@@ -53,6 +53,16 @@ class Sequence:
                 f"sequence {self.index}: {len(self.rollout_logp)} log-probs for {self.trained} completion tokens"
             )
 
+    @classmethod
+    def nobody(cls) -> "Sequence":
+        """A placeholder, which only keeps a rank in step with ranks that have more to compute."""
+        return cls(-1, (0, 0), 1, (0.0,))
+
+    @property
+    def placeholder(self) -> bool:
+        """Whether it stands for nothing, and counts nowhere."""
+        return self.index < 0
+
     @property
     def trained(self) -> int:
         """Number of completion tokens."""
@@ -72,7 +82,8 @@ class Microbatch:
         sequences: in the order of rows or of packing.
         layout: see the module's docstring.
         tokens, labels, positions: int64 ``[1, T]`` packed or ``[B, L]`` padded; `labels` are the next tokens.
-        starts: packed: first position of each sequence and the end, ``len(sequences) + 1`` numbers (cu_seqlens).
+        starts: first position of each sequence in the flattened tensors, and the end; packed these are cu_seqlens,
+            with one more sequence at the end where the length was filled up.
     """
 
     sequences: tuple[Sequence, ...]
@@ -92,23 +103,31 @@ class Microbatch:
         """Most input tokens of one sequence."""
         return max(sequence.inputs for sequence in self.sequences)
 
-    def pick(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """The values that belong to each sequence's completion tokens.
+    @property
+    def places(self) -> torch.Tensor:
+        """Where the completion tokens stand in the flattened `tokens`: int64 ``[trained]``, sequence by sequence."""
+        found = []
+        for row, sequence in enumerate(self.sequences):
+            first = self.starts[row] + sequence.prompt - 1
+            found.append(torch.arange(first, first + sequence.trained))
+        return torch.cat(found)
+
+    def pick(self, values: torch.Tensor) -> torch.Tensor:
+        """The values that belong to completion tokens, of all sequences one after the other.
 
         Args:
             values: one per position, of the shape of `tokens`.
 
         Returns:
-            per sequence a view ``[trained]``.
+            ``[trained]``; `split` cuts it.
         """
         if values.shape != self.tokens.shape:
             raise ConfigError(f"values {list(values.shape)}, expected the microbatch's {list(self.tokens.shape)}")
-        found = []
-        for row, sequence in enumerate(self.sequences):
-            line, start = (values[0], self.starts[row]) if self.layout == "packed" else (values[row], 0)
-            first = start + sequence.prompt - 1
-            found.append(line[first : first + sequence.trained])
-        return found
+        return values.flatten().index_select(0, self.places.to(values.device))
+
+    def split(self, values: torch.Tensor) -> Many[torch.Tensor]:
+        """What `pick` gave, cut into one view ``[trained]`` per sequence."""
+        return values.split([sequence.trained for sequence in self.sequences])
 
 
 def microbatches(sequences: Many[Sequence], *, budget: int, layout: Layout, pad_to: int = 1) -> Iterator[Microbatch]:
@@ -118,7 +137,7 @@ def microbatches(sequences: Many[Sequence], *, budget: int, layout: Layout, pad_
         sequences: of this rank.
         budget: most positions of a microbatch, padding included.
         layout: see the module's docstring.
-        pad_to: a packed microbatch's length is rounded up to a multiple of this, with tokens that belong to no
+        pad_to: lengths, a packed microbatch's or a padded row's, are rounded up to a multiple of this, with tokens that belong to no
             sequence's loss; sequence parallelism needs the tensor-parallel size here.
 
     Raises:
@@ -126,12 +145,12 @@ def microbatches(sequences: Many[Sequence], *, budget: int, layout: Layout, pad_
     """
     waiting: list[Sequence] = []
     for sequence in sequences:
-        if _size([sequence], layout) > budget:
+        if _size([sequence], layout, pad_to) > budget:
             raise ConfigError(
                 f"sequence {sequence.index} has {sequence.inputs} input tokens, the microbatch's budget is {budget}; "
                 "raise the budget or shorten sequences"
             )
-        if waiting and _size([*waiting, sequence], layout) > budget:
+        if waiting and _size([*waiting, sequence], layout, pad_to) > budget:
             yield _make(waiting, layout, pad_to)
             waiting = []
         waiting.append(sequence)
@@ -152,10 +171,15 @@ def deal(sequences: Many[Sequence], ranks: int) -> list[list[Sequence]]:
     return [sorted(share, key=lambda s: s.index) for share in shares]
 
 
-def _size(sequences: Many[Sequence], layout: Layout) -> int:
+def _size(sequences: Many[Sequence], layout: Layout, pad_to: int) -> int:
     if layout == "packed":
-        return sum(sequence.inputs for sequence in sequences)
-    return len(sequences) * max(sequence.inputs for sequence in sequences)
+        return _filled(sum(sequence.inputs for sequence in sequences), pad_to)
+    return len(sequences) * _filled(max(sequence.inputs for sequence in sequences), pad_to)
+
+
+def _filled(length: int, pad_to: int) -> int:
+    """The next multiple of `pad_to`."""
+    return length + -length % pad_to
 
 
 def _make(sequences: Many[Sequence], layout: Layout, pad_to: int) -> Microbatch:
@@ -174,7 +198,7 @@ def _packed(sequences: tuple[Sequence, ...], pad_to: int) -> Microbatch:
         labels += sequence.tokens[1:]
         positions += range(sequence.inputs)
         starts.append(len(tokens))
-    fill = -len(tokens) % pad_to
+    fill = _filled(len(tokens), pad_to) - len(tokens)
     if fill:  # a sequence of its own, which nobody picks
         tokens += [0] * fill
         labels += [0] * fill
@@ -185,8 +209,7 @@ def _packed(sequences: tuple[Sequence, ...], pad_to: int) -> Microbatch:
 
 
 def _padded(sequences: tuple[Sequence, ...], pad_to: int) -> Microbatch:
-    longest = max(sequence.inputs for sequence in sequences)
-    longest += -longest % pad_to
+    longest = _filled(max(sequence.inputs for sequence in sequences), pad_to)
     tokens = torch.zeros(len(sequences), longest, dtype=torch.int64)
     labels = torch.zeros_like(tokens)
     for row, sequence in enumerate(sequences):

@@ -60,6 +60,7 @@ class StepStatistics:
         tokens, sequences: how many.
         difference_mean, difference_abs_mean, difference_std, difference_abs_max: of ``d = trainer - rollout``.
         kl: mean of exp(d) - 1 - d, an estimate of KL(rollout || trainer) in nats.
+        kl_error: its standard error, completions being what is drawn; 0 for fewer than two.
         kl_k1: mean of -d.
         loss: mean token loss.
         clip_low_fraction, clip_high_fraction, truncated_fraction: shares of tokens.
@@ -73,6 +74,7 @@ class StepStatistics:
     difference_std: float
     difference_abs_max: float
     kl: float
+    kl_error: float
     kl_k1: float
     loss: float
     clip_low_fraction: float
@@ -143,6 +145,7 @@ def summarize(sums: Iterable[SequenceSums]) -> StepStatistics:
         difference_std=math.sqrt(max(0.0, mean("squared") - difference * difference)),
         difference_abs_max=max((one.largest for one in ordered), default=0.0),
         kl=mean("kl"),
+        kl_error=_ratio_error([one.kl for one in ordered], [one.tokens for one in ordered]),
         kl_k1=-difference,
         loss=mean("loss"),
         clip_low_fraction=count("clipped_low") / divisor,
@@ -151,6 +154,18 @@ def summarize(sums: Iterable[SequenceSums]) -> StepStatistics:
         truncated_tokens=count("truncated"),
         rejected_tokens=count("rejected"),
     )
+
+
+def _ratio_error(sums: list[float], counts: list[int]) -> float:
+    """Standard error of ``sum(sums) / sum(counts)``, a ratio estimator whose draws are the pairs (W. G. Cochran,
+    Sampling Techniques, 3rd edition, formula 6.13, without the correction for a finite population).
+    """
+    draws, total = len(sums), sum(counts)
+    if draws < 2 or not total:
+        return 0.0
+    mean = math.fsum(sums) / total
+    squares = math.fsum((s - mean * n) ** 2 for s, n in zip(sums, counts, strict=True))
+    return math.sqrt(draws / (draws - 1) * squares) / total
 
 
 def _host(values: torch.Tensor) -> np.ndarray:

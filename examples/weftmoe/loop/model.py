@@ -132,8 +132,17 @@ def _execution(settings: Settings, device: torch.device) -> dict[str, Any]:
         "use_cpu_initialization": device.type == "cpu",
         "deterministic_mode": train.deterministic and device.type == "cuda",
     }
+    if train.experts == "grouped":
+        # One kernel for all sequences of a pack, angles in FP32 as the engine has them; Megatron's own loops over them.
+        chosen |= {"apply_rope_fusion": True, "attention_backend": _attention(train.attention)}
     if train.dispatcher == "flex":
         chosen["moe_flex_dispatcher_backend"] = train.flex_backend
     if train.recompute == "full":
         chosen |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return chosen
+
+
+def _attention(name: str) -> Any:
+    from megatron.core.transformer.enums import AttnBackend
+
+    return AttnBackend[name]

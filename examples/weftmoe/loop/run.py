@@ -123,7 +123,7 @@ class _Run:
 
     def _make_inputs(self, first: bool) -> Inputs:
         """Rank 0 makes or downloads; the others wait for its files and find them."""
-        self._progress.phase("inputs")
+        self._progress.stage("inputs")
 
         def advance(done: int, total: int) -> None:
             if done == 1:
@@ -144,7 +144,7 @@ class _Run:
             self._ranks.broadcast(None)
 
     def _start_engine(self, stack: ExitStack) -> Rollout:
-        self._progress.phase("starting the engine")
+        self._progress.stage("starting the engine")
         run_id = self._ranks.broadcast(f"weftmoe-{uuid.uuid4().hex[:12]}")
         self._run_id: str = run_id
         stops = stop_tokens(self._tokenizer, self._inputs.hf_config, self._inputs.model)
@@ -154,7 +154,7 @@ class _Run:
         return rollout
 
     def _build_trainer(self, stack: ExitStack) -> MegatronGrpo:
-        self._progress.phase("building the trainer")
+        self._progress.stage("building the trainer")
         trainer = MegatronGrpo(self._settings, self._inputs.model, self._device, read_weights=self._path is None)
         stack.callback(trainer.close)
         return trainer
@@ -169,13 +169,13 @@ class _Run:
         }
         if self._path is None:
             return checkpoint.LoopState(0, {}, Counters(), self._identity)
-        self._progress.phase(f"reading {self._path.name}")
+        self._progress.stage(f"reading {self._path.name}")
         return checkpoint.load(self._path, self._trainer, self._identity)
 
     def _connect(self) -> None:
-        self._progress.phase("planning")
+        self._progress.stage("planning")
         self._rollout.connect(self._trainer.plan)
-        self._progress.phase(f"publishing version {self._state.step}")
+        self._progress.stage(f"publishing version {self._state.step}")
         publish_version(self._trainer, self._rollout, self._state.step, self._timers)
 
     def _make_collector(self, stack: ExitStack) -> Collector:

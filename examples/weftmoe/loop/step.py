@@ -85,9 +85,9 @@ def train_step(
 def publish_version(trainer: MegatronGrpo, rollout: Rollout, version: int, timers: Timers) -> Published:
     """From loaded weights of the trainer to an engine that serves them; collective."""
     trainer.offload("optimizer", "gradients")
-    with timers.phase("publish"), trainer.sources() as (sources, checksums):
-        published = rollout.publish(version, sources, checksums)
-        del sources
+    with timers.phase("publish"), trainer.sources() as sources:
+        published = rollout.publish(version, sources.tensors, sources.checksums)
+        del sources  # tensors that were made for it are freed before the weights leave
     with timers.phase("offload"):
         trainer.offload("weights")
     with timers.phase("resume"):

@@ -25,11 +25,11 @@ from weftmoe.grpo import (
     Microbatch,
     Sequence,
     SequenceSums,
-    correct,
+    batch_loss,
     deal,
     microbatches,
     sequence_sums,
-    token_loss,
+    token_weights,
 )
 from weftmoe.loop.model import build_model, initialize
 from weftmoe.loop.optimizer import optimizer_fields, uses_flat_buffers
@@ -38,11 +38,10 @@ from weftmoe.loop.scoring import log_probabilities
 from weftmoe.loop.weights import load_hf
 from weftmoe.schema import Settings
 from weftpub.errors import NonFiniteGradientError
+from weftpub.publisher import SourceBuffers
 from weftpub_adapters.megatron import Qwen3MoeFields, read_config
 
-__all__ = ["MegatronGrpo", "Update"]
-
-_NOBODY = -1  # index of a sequence that only keeps ranks in step
+__all__ = ["MegatronGrpo", "Sources", "Update"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +55,19 @@ class Update:
 
     grad_norm: float
     sums: tuple[SequenceSums, ...]
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What one rank publishes.
+
+    Attributes:
+        tensors: by canonical name, or buffers with their places in them.
+        checksums: those that are known, by canonical name.
+    """
+
+    tensors: Mapping[str, torch.Tensor] | SourceBuffers
+    checksums: Mapping[str, int] | None
 
 
 class MegatronGrpo:
@@ -120,12 +132,10 @@ class MegatronGrpo:
         found: dict[int, torch.Tensor] = {}
         with torch.no_grad():
             for batch in self._batches(sequences):
-                values = log_probabilities(
-                    self.ddp, batch, self.device, chunk_tokens=self._settings.train.logit_chunk_tokens
-                )
-                for sequence, logp in zip(batch.sequences, batch.pick(values), strict=True):
-                    if sequence.index != _NOBODY:
-                        found[sequence.index] = logp.cpu()
+                values = self._log_probabilities(batch)
+                for sequence, logp in zip(batch.sequences, batch.split(batch.pick(values).cpu()), strict=True):
+                    if not sequence.placeholder:
+                        found[sequence.index] = logp
         return found
 
     def compare(self, sequences: Many[Sequence]) -> tuple[SequenceSums, ...]:
@@ -154,13 +164,14 @@ class MegatronGrpo:
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         # Megatron averages gradients over data-parallel ranks; the loss is a mean over the tokens of all of them.
-        weight_of = self._token_weights(sequences)
+        weights = token_weights(sequences, self._settings.algorithm.loss)
         scale = self.data_parallel[1]
         batches, sums = list(self._batches(sequences)), []
         for number, batch in enumerate(batches):
             last = number == len(batches) - 1
             with contextlib.nullcontext() if last else self.ddp.no_sync():
-                loss, found = self._backward_loss(batch, old, weight_of)
+                logp = batch.pick(self._log_probabilities(batch))
+                loss, found = batch_loss(batch, logp, old, weights, self._correction, self._loss)
                 (loss * scale).backward()
             sums += found
         finalize_model_grads([self.ddp], None)
@@ -182,8 +193,8 @@ class MegatronGrpo:
         return plan_publish(self.model, self.attachment.store, self.hf_config, descriptions)
 
     @contextmanager
-    def sources(self) -> Iterator[tuple[dict[str, torch.Tensor], dict[str, int] | None]]:
-        """This rank's canonical tensors and the checksums that are known, held until the block ends."""
+    def sources(self) -> Iterator[Sources]:
+        """What this rank publishes, held until the block ends."""
         from weftpub_adapters.awex import SourceMapping
 
         store = self.attachment.store
@@ -191,13 +202,22 @@ class MegatronGrpo:
             self._mapping = SourceMapping(self.model, store, self.hf_config)
         hold = self.attachment.reading("publish") if self.attachment.attached else contextlib.nullcontext()
         with hold:
-            sums = None if store is None else dict(store.checksums)
-            found = self._mapping.tensors()
-            if self.device.type == "cpu":
-                # Host code reads them through numpy, which makes a storage's size final: parameters that are offloaded
-                # afterwards must not be the ones.
-                found = {name: tensor if sums and name in sums else tensor.clone() for name, tensor in found.items()}
-            yield found, sums
+            try:
+                yield self._sources(None if store is None else store.checksums)
+            finally:
+                self._mapping.release()
+
+    def _sources(self, checksums: Mapping[str, int] | None) -> Sources:
+        if self._settings.publish.path == "weftpub" and self.device.type == "cuda":
+            # Receivers on this host read them where they are, and let go before the publish returns.
+            return Sources(self._mapping.buffers(in_place=True), checksums)
+        found = self._mapping.tensors()
+        if self.device.type == "cpu":
+            # Host code reads them through numpy, which makes a storage's size final: parameters that are offloaded
+            # afterwards must not be the ones.
+            known = checksums or {}
+            found = {name: tensor if name in known else tensor.clone() for name, tensor in found.items()}
+        return Sources(found, checksums)
 
     # Memory.
 
@@ -273,9 +293,11 @@ class MegatronGrpo:
         made = list(self._cut(deal(sequences, ranks)[rank]))
         yield from made
         most = max(self._ranks.gather(len(made)))
-        nobody = Sequence(_NOBODY, (0, 0), 1, (0.0,))
         for _ in range(most - len(made)):
-            yield from self._cut([nobody])
+            yield from self._cut([Sequence.nobody()])
+
+    def _log_probabilities(self, batch: Microbatch) -> torch.Tensor:
+        return log_probabilities(self.ddp, batch, self.device, chunk_tokens=self._settings.train.logit_chunk_tokens)
 
     def _cut(self, sequences: Many[Sequence]) -> Iterator[Microbatch]:
         settings = self._settings
@@ -286,42 +308,6 @@ class MegatronGrpo:
             layout=layout,
             pad_to=settings.train.tensor if settings.train.sequence_parallel else 1,
         )
-
-    def _token_weights(self, sequences: Many[Sequence]) -> dict[int, float]:
-        """What one token of each sequence counts in the loss; over all tokens of all sequences this sums to one."""
-        if self._settings.algorithm.loss == "sequence":
-            return {s.index: 1.0 / (s.trained * len(sequences)) for s in sequences}
-        total = sum(s.trained for s in sequences)
-        return {s.index: 1.0 / total for s in sequences}
-
-    def _backward_loss(
-        self, batch: Microbatch, old: Mapping[int, torch.Tensor] | None, weight_of: Mapping[int, float]
-    ) -> tuple[torch.Tensor, list[SequenceSums]]:
-        """The microbatch's part of the loss, with gradient, and the sums of its sequences."""
-        values = log_probabilities(self.ddp, batch, self.device, chunk_tokens=self._settings.train.logit_chunk_tokens)
-        loss, found = values.sum() * 0.0, []  # every parameter takes part in the graph, whoever is in the batch
-        for sequence, logp in zip(batch.sequences, batch.pick(values), strict=True):
-            if sequence.index == _NOBODY:
-                continue
-            rollout = torch.tensor(sequence.rollout_logp, device=logp.device)
-            before = logp.detach() if old is None else old[sequence.index].to(logp.device)
-            correction = correct(before, rollout, self._correction)
-            advantages = torch.full_like(rollout, sequence.advantage)
-            tokens = token_loss(logp, before, advantages, correction.weights, self._loss)
-            loss = loss + tokens.values.sum() * weight_of[sequence.index]
-            found.append(
-                sequence_sums(
-                    sequence.index,
-                    before,
-                    rollout,
-                    loss=tokens.values,
-                    clipped_low=tokens.clipped_low,
-                    clipped_high=tokens.clipped_high,
-                    truncated=correction.truncated,
-                    rejected=correction.rejected,
-                )
-            )
-        return loss, found
 
 
 def describe_settings(settings: Settings) -> dict[str, Any]:

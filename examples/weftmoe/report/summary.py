@@ -1,7 +1,7 @@
 """A run in one row: where it began, where it ended, and whether its bytes were checked."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from pydantic import BaseModel, ConfigDict
 from rich.table import Table
@@ -20,6 +20,7 @@ class RunSummary(BaseModel):
     Attributes:
         first_reward, last_reward: mean over the first and last `window` steps.
         kl_1, kl_2: estimates of KL(rollout || trainer) at steps 1 and 2, in nats; None without such a step.
+        kl_1_error, kl_2_error: their standard errors.
         difference_first, difference_last: mean |trainer - rollout| log-prob over the windows.
         versions_in_order: whether every step published the version after the one that it sampled from.
         bytes_checked: steps whose publish was checked.
@@ -42,6 +43,8 @@ class RunSummary(BaseModel):
     last_reward: float | None
     kl_1: float | None
     kl_2: float | None
+    kl_1_error: float | None
+    kl_2_error: float | None
     difference_first: float | None
     difference_last: float | None
     rejected_tokens: int
@@ -73,8 +76,10 @@ def summarize_run(run: LoggedRun) -> RunSummary:
         window=window,
         first_reward=_mean([record.reward for record in steps[:window]]),
         last_reward=_mean([record.reward for record in steps[len(steps) - window :]]),
-        kl_1=by_step[1].before["kl"] if 1 in by_step else None,
-        kl_2=by_step[2].before["kl"] if 2 in by_step else None,
+        kl_1=_statistic(by_step, 1, "kl"),
+        kl_2=_statistic(by_step, 2, "kl"),
+        kl_1_error=_statistic(by_step, 1, "kl_error"),
+        kl_2_error=_statistic(by_step, 2, "kl_error"),
         difference_first=_mean([record.before["difference_abs_mean"] for record in steps[:window]]),
         difference_last=_mean([record.before["difference_abs_mean"] for record in steps[len(steps) - window :]]),
         rejected_tokens=sum(int(record.before["rejected_tokens"]) for record in steps),
@@ -129,6 +134,11 @@ _LINES: tuple[tuple[str, Callable[[RunSummary], str]], ...] = (
 
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
+
+
+def _statistic(by_step: Mapping[int, StepRecord], step: int, name: str) -> float | None:
+    """Of the weights before the update; None without such a step, or in a log from before it was measured."""
+    return by_step[step].before.get(name) if step in by_step else None
 
 
 def _mean(values: Sequence[float]) -> float | None:

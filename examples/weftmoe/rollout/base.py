@@ -16,9 +16,12 @@ from typing import Any, Literal, Protocol
 import torch
 
 from weftmoe.telemetry.record import ByteCheck
+from weftpub.errors import StateError
+from weftpub.publisher import SourceBuffers
 
-__all__ = ["PlanFor", "Published", "Request", "Rollout", "Sample", "Span"]
+__all__ = ["PlanFor", "Published", "Request", "Rollout", "Sample", "Span", "Tensors", "plain_tensors"]
 
+type Tensors = Mapping[str, torch.Tensor] | SourceBuffers
 # From what the engine's ranks say about themselves to a plan; collective over the trainer's ranks.
 PlanFor = Callable[[Sequence[Any]], Any]
 
@@ -114,14 +117,12 @@ class Rollout(Protocol):
     def drain(self) -> None: ...
     def release(self) -> None: ...
 
-    def publish(
-        self, version: int, sources: Mapping[str, torch.Tensor], checksums: Mapping[str, int] | None
-    ) -> Published:
+    def publish(self, version: int, sources: Tensors, checksums: Mapping[str, int] | None) -> Published:
         """Put a version into the engine.
 
         Args:
             version: its number, one above the last; a resumed run begins again at its checkpoint's.
-            sources: this rank's tensors by canonical name.
+            sources: this rank's tensors by canonical name; buffers with places in them only where weftpub publishes.
             checksums: those that are known already.
         """
         ...
@@ -132,3 +133,10 @@ class Rollout(Protocol):
     def close(self) -> None:
         """End the engine's processes. May be called twice."""
         ...
+
+
+def plain_tensors(sources: Tensors) -> Mapping[str, torch.Tensor]:
+    """Sources of an engine that knows nothing of buffers; StateError if these are some."""
+    if isinstance(sources, SourceBuffers):
+        raise StateError("the engine's own update takes a tensor per name, and was given buffers with places in them")
+    return sources

@@ -17,7 +17,7 @@ import torch
 
 from weftmoe.env import role_environment
 from weftmoe.loop.ranks import Ranks
-from weftmoe.rollout.base import PlanFor, Published, Request, Sample, Span
+from weftmoe.rollout.base import PlanFor, Published, Request, Sample, Span, Tensors, plain_tensors
 from weftmoe.rollout.checks import byte_check
 from weftmoe.rollout.engine import UpdatableEngine, process_environment
 from weftmoe.schema import Settings
@@ -157,13 +157,11 @@ class SglangRollout:
             self._handle.release(_TAGS)
         self._away = True
 
-    def publish(
-        self, version: int, sources: Mapping[str, torch.Tensor], checksums: Mapping[str, int] | None
-    ) -> Published:
+    def publish(self, version: int, sources: Tensors, checksums: Mapping[str, int] | None) -> Published:
         _return_cached_memory()
         began = time.perf_counter()
         if self._engine is None:
-            return self._publish_native(version, sources, began)
+            return self._publish_native(version, plain_tensors(sources), began)
         report = self._engine.publish(
             version,
             sources,
@@ -306,12 +304,15 @@ def engine_arguments(settings: Settings, directory: Path) -> dict[str, Any]:
         "grammar_backend": "none",
         "random_seed": settings.seed,
         "log_level": "error",
-        "cuda_graph_max_bs_decode": rollout.cuda_graph_max_batch,
         # Prompts of a step are computed once; their graphs would take a minute to capture.
         "disable_prefill_cuda_graph": True,
         # Seeds of requests count, and a request does not depend on its company.
         "enable_deterministic_inference": settings.train.deterministic,
     }
+    batches = rollout.cuda_graph_batches
+    arguments["cuda_graph_max_bs_decode"] = rollout.cuda_graph_max_batch if batches is None else max(batches)
+    if batches is not None:
+        arguments["cuda_graph_bs_decode"] = list(batches)
     if settings.smoke.enabled:
         # A cache for what can run at once, whatever the GPU has: several smokes may share one.
         arguments["max_total_tokens"] = rollout.max_running * settings.length.context

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from weftmoe.loop.ranks import Ranks
-from weftmoe.rollout.base import PlanFor, Published, Request, Sample, Span
+from weftmoe.rollout.base import PlanFor, Published, Request, Sample, Span, Tensors, plain_tensors
 from weftmoe.rollout.checks import byte_check
 from weftmoe.telemetry.record import ByteCheck
 from weftpub.channel import Deadlines, unix_address
@@ -167,15 +167,13 @@ class TorchRollout:
             self._ask("release", self._settings.publish_s)
         self._released = True
 
-    def publish(
-        self, version: int, sources: Mapping[str, torch.Tensor], checksums: Mapping[str, int] | None
-    ) -> Published:
+    def publish(self, version: int, sources: Tensors, checksums: Mapping[str, int] | None) -> Published:
         began = time.perf_counter()
         if self._released and self._ranks.first:
             self._ask("reload", self._settings.publish_s)
         self._released = False
         if self._publisher is None:
-            return self._native(version, sources, began)
+            return self._native(version, plain_tensors(sources), began)
         with self._explained(f"publish of version {version}"):
             report = self._publisher.publish(
                 version,

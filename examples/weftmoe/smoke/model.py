@@ -22,7 +22,7 @@ from weftmoe.smoke.tokenizer import make_tokenizer
 __all__ = ["TARGET", "Warmup", "make_model", "model_config"]
 
 TARGET = 0.3
-_CHECK_EVERY = 20
+_CHECK_EVERY = 5  # some twenty steps lead from a tenth to a half
 _CHECKED = 128
 _RISE = 20  # steps over which the learning rate rises
 _NOTE = "warmup.json"

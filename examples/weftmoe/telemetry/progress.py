@@ -1,6 +1,9 @@
-"""A progress bar per phase on a terminal; elsewhere a line per finished step, on standard error."""
+"""A progress bar per phase on a terminal; elsewhere a line per stage of the start and per finished step. On standard
+error.
+"""
 
 import sys
+import time
 from types import TracebackType
 from typing import Self
 
@@ -25,6 +28,7 @@ class PhaseProgress:
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._live = enabled and sys.stderr.isatty()
         self._enabled = enabled
+        self._began = time.monotonic()
         self._bars = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -41,6 +45,12 @@ class PhaseProgress:
     def phase(self, name: str, total: int | None = None) -> None:
         """A phase begins; its bar counts to `total` if that is known."""
         self._bars.reset(self._phase, description=name, total=total)
+
+    def stage(self, name: str) -> None:
+        """A phase of the start, which takes seconds: where there are no bars, a line with the time since the start."""
+        self.phase(name)
+        if not self._live:
+            self.note(f"{time.monotonic() - self._began:6.1f} s  {name}")
 
     def advance(self, count: int = 1) -> None:
         """The phase came forward."""
