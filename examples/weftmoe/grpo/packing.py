@@ -137,8 +137,8 @@ def microbatches(sequences: Many[Sequence], *, budget: int, layout: Layout, pad_
         sequences: of this rank.
         budget: most positions of a microbatch, padding included.
         layout: see the module's docstring.
-        pad_to: lengths, a packed microbatch's or a padded row's, are rounded up to a multiple of this, with tokens that belong to no
-            sequence's loss; sequence parallelism needs the tensor-parallel size here.
+        pad_to: lengths, of a packed microbatch or of a padded one's rows, are rounded up to a multiple of this, with
+            tokens that belong to no sequence's loss; sequence parallelism needs the tensor-parallel size here.
 
     Raises:
         ConfigError: one sequence alone exceeds the budget.
