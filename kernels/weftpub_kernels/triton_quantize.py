@@ -72,28 +72,115 @@ _FLT_MAX = gl.constexpr(3.4028234663852886e38)
 _RECIP_448 = gl.constexpr(0.0022321429569274187)  # float32(1/448)
 
 
-@gluon.jit(do_not_specialize=["s_e", "s_m", "s_n", "st_e", "st_n", "st_m", "c_e", "c_m", "c_n"])
+@gluon.jit(do_not_specialize=["s_e", "s_m", "s_n", "st_e", "st_n", "st_m", "c_e", "c_m", "c_n", "blocks"])
 def quantize_tiles(
     x, w, wt, scale, scale_t, sums, record,
     base: gl.int64, weights: gl.int64, zero: gl.int32,
-    M, N,
+    M, N, blocks,
     x_e, x_m, x_n, w_e, w_m, w_n, wt_e, wt_n, wt_m, s_e, s_m, s_n, st_e, st_n, st_m, c_e, c_m, c_n,
     FLOOR: gl.constexpr, SCALE: gl.constexpr, OVERFLOW: gl.constexpr, POW2: gl.constexpr, ZERO: gl.constexpr,
     INVERSE: gl.constexpr, CODE: gl.constexpr,
     EVEN: gl.constexpr, CHECK: gl.constexpr, SUMS: gl.constexpr, WIDE: gl.constexpr,
     X_M: gl.constexpr, W_M: gl.constexpr, WT_N: gl.constexpr,
     LOAD_CACHE: gl.constexpr, LOAD_EVICT: gl.constexpr, STORE_CACHE: gl.constexpr, TURNED_CACHE: gl.constexpr,
-    APART: gl.constexpr, LAYOUT: gl.constexpr, LAYOUT_T: gl.constexpr,
+    APART: gl.constexpr, EARLY: gl.constexpr, LATE: gl.constexpr, ORDER: gl.constexpr, STAGGER: gl.constexpr,
+    LAYOUT: gl.constexpr, LAYOUT_T: gl.constexpr,
 ):  # fmt: skip
-    """Quantize block (program 1, program 0) of matrix (program 2) of ``x [E, M, N]``.
+    """Quantize block (program 1, program 0) of matrix (program 2) of ``x [E, M, N]``; with ``ORDER`` "down" block
+    (program 0, program 1); with "stay" block (program 0) of all ``blocks`` counted across, and every one as many
+    blocks further on as there are programs.
 
     ``*_e``, ``*_m`` and ``*_n`` are element strides, ``record`` and ``base`` a NonFiniteMonitor's, ``weights`` the
     address of fragments.sum_weights(N), ``zero`` is 0. Where they are not 0, ``X_M``, ``W_M`` and ``WT_N`` stand for
-    ``x_m``, ``w_m`` and ``wt_n``. ``*_CACHE`` and ``LOAD_EVICT`` are how x is read and codes are written (tuning.py).
+    ``x_m``, ``w_m`` and ``wt_n``. The constants from ``LOAD_CACHE`` to ``STAGGER`` are a tuning's (tuning.py).
     """
-    nb = gl.program_id(0).to(gl.int64)
-    mb = gl.program_id(1).to(gl.int64)
-    e = gl.program_id(2).to(gl.int64)
+    x_at = (x_e, x_m, x_n)
+    to = (x, w, wt, scale, scale_t, sums, record)
+    at = (x_at, (w_e, w_m, w_n), (wt_e, wt_n, wt_m), (s_e, s_m, s_n), (st_e, st_n, st_m), (c_e, c_m, c_n))
+    if STAGGER != 0:
+        _sleep_in_second_round(STAGGER)
+    if ORDER == "stay":
+        fragments = weights
+        if SUMS:
+            fragments = _load_weights(weights, LAYOUT_T)
+        step = gl.num_programs(0)
+        stride = _place(step, M, N)
+        following = _place(gl.program_id(0), M, N)
+        tile = _load(x, following, M, N, x_at, EVEN, WIDE, X_M, LOAD_CACHE, LOAD_EVICT, LAYOUT)
+        for number in range(gl.program_id(0), blocks, step):
+            place = following
+            following = _further(place, stride, M, N)
+            origins = to
+            if EARLY:
+                origins = _origins(to, place, at)
+            codes, s, finite = _quantize(tile, zero, EVEN, LATE, FLOOR, SCALE, OVERFLOW, POW2, ZERO, INVERSE, CODE)
+            if number + step < blocks:  # on their way while this block is written
+                tile = _load(x, following, M, N, x_at, EVEN, WIDE, X_M, LOAD_CACHE, LOAD_EVICT, LAYOUT)
+            _write(
+                codes, s, finite, fragments, weights, base, to, origins, place, M, N, at,
+                EVEN, CHECK, SUMS, WIDE, W_M, WT_N, STORE_CACHE, TURNED_CACHE, False, EARLY, LATE, LAYOUT, LAYOUT_T,
+            )  # fmt: skip
+    else:
+        if ORDER == "down":
+            place = (gl.program_id(1), gl.program_id(0), gl.program_id(2))
+        else:
+            place = (gl.program_id(0), gl.program_id(1), gl.program_id(2))
+        tile = _load(x, place, M, N, x_at, EVEN, WIDE, X_M, LOAD_CACHE, LOAD_EVICT, LAYOUT)
+        if SUMS and not APART:  # asked for now, so that they are there when the codes are
+            fragments = _load_weights(weights, LAYOUT_T)
+        else:
+            fragments = weights
+        origins = to
+        if EARLY:
+            origins = _origins(to, place, at)
+        codes, s, finite = _quantize(tile, zero, EVEN, LATE, FLOOR, SCALE, OVERFLOW, POW2, ZERO, INVERSE, CODE)
+        _write(
+            codes, s, finite, fragments, weights, base, to, origins, place, M, N, at,
+            EVEN, CHECK, SUMS, WIDE, W_M, WT_N, STORE_CACHE, TURNED_CACHE, APART, EARLY, LATE, LAYOUT, LAYOUT_T,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _place(number, M, N):
+    """(block across, block down, matrix) of block ``number`` counted across, then down, then by matrix."""
+    across = (N + 127) // 128
+    down = (M + 127) // 128
+    row = number // across
+    e = row // down
+    return number - row * across, row - e * down, e
+
+
+@gluon.jit
+def _wide(place):
+    nb, mb, e = place
+    return nb.to(gl.int64), mb.to(gl.int64), e.to(gl.int64)
+
+
+@gluon.jit
+def _further(place, stride, M, N):
+    """The place as many blocks after ``place`` as ``stride`` is after the first, without a division."""
+    nb, mb, e = place
+    across, down, matrices = stride
+    nb += across
+    mb += down
+    e += matrices
+    over = nb >= (N + 127) // 128
+    nb = gl.where(over, nb - (N + 127) // 128, nb)
+    mb = gl.where(over, mb + 1, mb)
+    over = mb >= (M + 127) // 128
+    mb = gl.where(over, mb - (M + 127) // 128, mb)
+    e = gl.where(over, e + 1, e)
+    return nb, mb, e
+
+
+@gluon.jit
+def _load(
+    x, place, M, N, x_at, EVEN: gl.constexpr, WIDE: gl.constexpr, X_M: gl.constexpr, LOAD_CACHE: gl.constexpr,
+    LOAD_EVICT: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """A block's values as float32, zeros beyond the matrix."""
+    nb, mb, e = _wide(place)
+    x_e, x_m, x_n = x_at
     top = mb * 128
     left = nb * 128
     rows, columns = _indices(LAYOUT, WIDE)
@@ -107,47 +194,144 @@ def quantize_tiles(
     else:
         mask = ((top + rows) < M)[:, None] & ((left + columns) < N)[None, :]
         tile = gl.load(at, mask=mask, other=0.0).to(gl.float32)
-    if SUMS and not APART:  # asked for now, so that they are there when the codes are
-        fragments = _load_weights(weights, LAYOUT_T)
+    return tile
 
+
+@gluon.jit
+def _quantize(
+    tile, zero, EVEN: gl.constexpr, LATE: gl.constexpr, FLOOR: gl.constexpr, SCALE: gl.constexpr,
+    OVERFLOW: gl.constexpr, POW2: gl.constexpr, ZERO: gl.constexpr, INVERSE: gl.constexpr, CODE: gl.constexpr,
+):  # fmt: skip
+    """Codes of a block, its dequant scale, and whether it is finite; with ``LATE`` the multiplier stands for the scale,
+    which is its reciprocal."""
     amax = _block_max(tile)
     finite = amax < float("inf")
-    m, s = _block_scale(amax, FLOOR, SCALE, OVERFLOW, POW2, ZERO, INVERSE)
+    m, s = _block_scale(amax, FLOOR, SCALE, OVERFLOW, POW2, ZERO, INVERSE, LATE)
     m = gl.where(finite, m, float("nan"))
     s = gl.where(finite, s, float("nan"))
     if CODE == "divide":
         scaled = gl.div_rn(tile, gl.full_like(tile, 0.0) + s)
     else:
         scaled = tile * m
+    return _codes(scaled, zero, EVEN), s, finite
 
-    codes = _codes(scaled, zero, EVEN)
-    at = w + (e * w_e + top * w_m + left * w_n) + _offsets(rows[:, None], w_m, W_M) + columns[None, :] * w_n
+
+@gluon.jit
+def _origin(pointer, e, i, j, strides, SIZE: gl.constexpr):
+    """Where what belongs to block (i, j) of matrix e begins, of which there are ``SIZE`` rows and columns a block."""
+    each, down, across = strides
+    return pointer + (e * each + i * SIZE * down + j * SIZE * across)
+
+
+@gluon.jit
+def _origins(to, place, strides):
+    """The block's places in W, W^T, the scales and the sums."""
+    _, w, wt, scale, scale_t, sums, _ = to
+    nb, mb, e = _wide(place)
+    _, w_at, wt_at, s_at, st_at, c_at = strides
+    w = _origin(w, e, mb, nb, w_at, 128)
+    wt = _origin(wt, e, nb, mb, wt_at, 128)
+    scale = _origin(scale, e, mb, nb, s_at, 1)
+    scale_t = _origin(scale_t, e, nb, mb, st_at, 1)
+    return w, wt, scale, scale_t, _origin(sums, e, mb, nb, c_at, 1)
+
+
+@gluon.jit
+def _write(
+    codes, s, finite, fragments, weights, base, to, origins, place, M, N, strides,
+    EVEN: gl.constexpr, CHECK: gl.constexpr, SUMS: gl.constexpr, WIDE: gl.constexpr,
+    W_M: gl.constexpr, WT_N: gl.constexpr, STORE_CACHE: gl.constexpr, TURNED_CACHE: gl.constexpr,
+    APART: gl.constexpr, EARLY: gl.constexpr, LATE: gl.constexpr, LAYOUT: gl.constexpr, LAYOUT_T: gl.constexpr,
+):  # fmt: skip
+    """Store all that is made of a block; ``origins`` are those of ``_origins`` with ``EARLY``, else without meaning."""
+    nb, mb, e = _wide(place)
+    x, w, wt, scale, scale_t, sums, record = to
+    x_at, w_at, wt_at, s_at, st_at, c_at = strides
+    x_e, x_m, x_n = x_at
+    _, w_m, w_n = w_at
+    _, wt_n, wt_m = wt_at
+    top = mb * 128
+    left = nb * 128
+    rows, columns = _indices(LAYOUT, WIDE)
+    if EARLY:
+        w, wt, scale, scale_t, sums = origins
+    else:
+        w = _origin(w, e, mb, nb, w_at, 128)
+    at = w + _offsets(rows[:, None], w_m, W_M) + columns[None, :] * w_n
     if EVEN:
         gl.store(at, codes.to(gl.float8e4nv, bitcast=True), cache_modifier=STORE_CACHE)
     else:
+        mask = ((top + rows) < M)[:, None] & ((left + columns) < N)[None, :]
         gl.store(at, codes.to(gl.float8e4nv, bitcast=True), mask=mask)
 
+    if LATE == "W":
+        s = _reciprocal(s, finite)
     turned = _turn(codes, LAYOUT_T)
-    if SUMS:  # before W^T is stored, so that its steps and these stores can fill each other's waits
+    if SUMS and LATE != "W^T":  # before W^T is stored, so that its steps and these stores can fill each other's waits
         if APART:  # ptxas puts W's stores off until the sums are made, unless the weights come after them
             fragments = _load_weights(weights, LAYOUT_T)
         parts = _warp_sums(turned, fragments)
-        gl.store(sums + (e * c_e + mb * c_m + nb * c_n) + gl.arange(0, 8, parts.type.layout), parts)
+        if not EARLY:
+            sums = _origin(sums, e, mb, nb, c_at, 1)
+        gl.store(sums + gl.arange(0, 8, parts.type.layout), parts)
     rows_t, columns_t = _indices(LAYOUT_T, WIDE)
     across = _offsets(columns_t[None, :], wt_n, WT_N)
-    at = wt + (e * wt_e + top * wt_m + left * wt_n) + rows_t[:, None] * wt_m + across
+    if not EARLY:
+        wt = _origin(wt, e, nb, mb, wt_at, 128)
+    at = wt + rows_t[:, None] * wt_m + across
     if EVEN:
         gl.store(at, turned.to(gl.float8e4nv, bitcast=True), cache_modifier=TURNED_CACHE)
     else:
         mask = ((top + rows_t) < M)[:, None] & ((left + columns_t) < N)[None, :]
         gl.store(at, turned.to(gl.float8e4nv, bitcast=True), mask=mask)
+    if LATE == "W^T":
+        s = _reciprocal(s, finite)
+        if SUMS:
+            parts = _warp_sums(turned, fragments)
+            if not EARLY:
+                sums = _origin(sums, e, mb, nb, c_at, 1)
+            gl.store(sums + gl.arange(0, 8, parts.type.layout), parts)
 
-    gl.store(scale + (e * s_e + mb * s_m + nb * s_n), s)
-    gl.store(scale_t + (e * st_e + nb * st_n + mb * st_m), s)
+    if not EARLY:
+        scale = _origin(scale, e, mb, nb, s_at, 1)
+        scale_t = _origin(scale_t, e, nb, mb, st_at, 1)
+    gl.store(scale, s)
+    gl.store(scale_t, s)
     if CHECK:
         if finite == 0:
             origin = x + (e * x_e + top * x_m + left * x_n)
             _note(origin, record, base + e * M * N, top, left, M, N, x_m, x_n, columns)
+
+
+@gluon.jit
+def _reciprocal(m, finite):
+    """The dequant scale to a multiplier. Division branches, and ptxas moves nothing across a branch: what is stored
+    before is on its way while the rest is worked out."""
+    return gl.where(finite, gl.div_rn(1.0, m), float("nan"))
+
+
+@gluon.jit
+def _sleep_in_second_round(NANOSECONDS: gl.constexpr):
+    """Hold back the programs that come second to their multiprocessor, so that they compute while the first load."""
+    number = gl.program_id(0) + gl.num_programs(0) * (gl.program_id(1) + gl.num_programs(1) * gl.program_id(2))
+    gl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred second;
+        .reg .b32 processors, number;
+        mov.u32 processors, %nsmid;
+        sub.u32 number, $1, processors;
+        setp.lt.u32 second, number, processors;
+        @second nanosleep.u32 $2;
+        mov.u32 $0, 0;
+        }
+        """,
+        "=r,r,r",
+        [gl.full([256], 0, gl.int32, _BY_THREAD) + number, gl.full([256], NANOSECONDS, gl.int32, _BY_THREAD)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -328,9 +512,10 @@ def _note(origin, record, base, top, left, M, N, x_m, x_n, columns):
 @gluon.jit
 def _block_scale(
     amax, FLOOR: gl.constexpr, SCALE: gl.constexpr, OVERFLOW: gl.constexpr, POW2: gl.constexpr, ZERO: gl.constexpr,
-    INVERSE: gl.constexpr,
+    INVERSE: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
-    """(multiplier m, dequant scale s) of one finite block: recipe.py's operators 2 to 7 in their order."""
+    """(multiplier m, dequant scale s) of one finite block: recipe.py's operators 2 to 7 in their order; with ``LATE``,
+    where m comes first, (m, m)."""
     if FLOOR > 0.0:
         amax = gl.maximum(amax, FLOOR)
     if SCALE == "rn_448_over_amax" or SCALE == "recip_amax_times_448":
@@ -344,7 +529,10 @@ def _block_scale(
             m = (m.to(gl.int32, bitcast=True) & _INF_BITS).to(gl.float32, bitcast=True)
         if ZERO == "one":
             m = gl.where(amax == 0.0, 1.0, m)
-        s = gl.div_rn(1.0, m)
+        if LATE != "":
+            s = m
+        else:
+            s = gl.div_rn(1.0, m)
     else:
         if SCALE == "amax_times_recip":
             s = amax * _RECIP_448

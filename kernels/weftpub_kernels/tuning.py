@@ -7,7 +7,11 @@ They were measured on an H200 by ``python -m weftpub_kernels.bench.tune``, which
 
 from dataclasses import dataclass
 
-__all__ = ["ROWS", "Tuning", "choose"]
+__all__ = ["RESIDENT", "ROWS", "Tuning", "choose"]
+
+
+RESIDENT = 2
+"""Programs that share a multiprocessor where registers are not limited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +22,13 @@ class Tuning:
 
     ``apart`` puts the checksum's sums after the stores of W. ``fixed`` compiles the row strides of x, W and W^T in,
     which saves an eighth of the instructions and costs a compilation and self-test for each layout of matrices.
+
+    ``early`` works the addresses of all stores out while values are under way; without it the machine does so after
+    that, a fifth more instructions. ``late`` works the dequant scale out after the stores of "W" or "W^T", and the
+    sums after it, where the multiplier comes first (recipe.py). ``order`` "down" numbers blocks down each column of
+    blocks; "stay" keeps ``RESIDENT`` programs for each multiprocessor, each of which asks for its next block as soon as
+    it has made this one's codes. ``stagger`` lets the second program of each multiprocessor sleep about so many
+    nanoseconds before its first load.
     """
 
     registers: int | None = None
@@ -27,6 +38,10 @@ class Tuning:
     turned_cache: str = ".cs"
     apart: bool = False
     fixed: bool = False
+    early: bool = False
+    late: str = ""
+    order: str = ""
+    stagger: int = 0
 
 
 ROWS: list[tuple[float, Tuning]] = [

@@ -71,6 +71,26 @@ def test_the_tuner_passes_over_what_was_wrong() -> None:
     assert tune.best_rows(rows, [quick, right]) == [(32.0, right)]
 
 
+def test_the_tuner_keeps_the_row_in_use_where_it_is_as_good() -> None:
+    present, other = tune.in_use(32.0), tune.CANDIDATES["strides"][1]
+    row = {"programs_per_processor": 13.6, "faults": {}, "to_copy": {tune.label(present): 1.0005, tune.label(other): 1}}
+    assert present == ROWS[-1][1]
+    assert tune.best_rows([row], [present, other]) == [(32.0, present)]
+    row["to_copy"][tune.label(present)] = 1.002
+    assert tune.best_rows([row], [present, other]) == [(32.0, other)]
+    measured_with_few = {"programs_per_processor": 20.0, "faults": {}, "to_copy": {tune.label(present): 2.0}}
+    assert tune.best_rows([row, measured_with_few], [present, other]) == [(32.0, present)]
+
+
+def test_the_tuner_takes_the_best_of_its_focus_to_the_other_specs() -> None:
+    candidates = tune.CANDIDATES["latency"]
+    times = {tune.label(candidate): 50.0 - place for place, candidate in enumerate(candidates)}
+    row = {"us": times, "faults": {tune.label(candidates[-1]): "1 bytes of w are wrong"}}
+    few = tune.few_for_others(row, candidates)
+    assert few[: len(ROWS)] == [tuning for _, tuning in ROWS]
+    assert few[len(ROWS) :] == [*candidates[-2:-6:-1]]
+
+
 def test_candidates_have_names_of_their_own() -> None:
     for group in tune.CANDIDATES.values():
         assert len({tune.label(candidate) for candidate in group}) == len(group)

@@ -1,13 +1,14 @@
 """Which tuning of the quantizer is fastest on this GPU, per class of launch (tuning.py).
 
-    python -m weftpub_kernels.bench.tune --out tune.json [--candidates strides] [--write]
+    python -m weftpub_kernels.bench.tune --out tune.json [--candidates strides] [--focus 1x7168x4096] [--write]
 
 Every tuning's bytes are compared with those of the present rows, before and after it was timed, and it must find a NaN;
 one that does not is named and left out. All are timed on the specs of quantize.py beside TransformerEngine and a device
 copy: a few launches each in turn, round after round, in another order each time, so that a drifting clock touches all
 alike. Every launch finds a cold cache, as with ``do_bench``. A ratio is the median over rounds of the ratio within a
-round. For each class of programs per multiprocessor the candidate with the best mean over its specs is printed;
-``--write`` puts these rows into tuning.py of this very tree.
+round. For each class of programs per multiprocessor the candidate with the best mean over its specs is printed, or the
+row in use where that is as good within a thousandth; ``--write`` puts these rows into tuning.py of this very tree.
+``--focus`` measures one spec with every candidate, three times as long, and the others with its best few only.
 """
 
 import argparse
@@ -58,10 +59,35 @@ CANDIDATES: dict[str, tuple[Tuning, ...]] = {
         Tuning(80, load_evict="evict_first", fixed=True, apart=True),
     ),
 }
-"""Sets of candidates; the first set is about caches, the second about fewer instructions and their order."""
+"""Sets of candidates; the first set is about caches, the second about fewer instructions and their order, the third
+about what stands between a program's last value and its end."""
+
+_FIXED = Tuning(store_cache="", turned_cache="", fixed=True)
+_EARLY = dataclasses.replace(_FIXED, early=True, late="W^T")
+_STAY = dataclasses.replace(_FIXED, registers=128, order="stay", late="W^T")
+CANDIDATES["latency"] = (
+    _FIXED,
+    dataclasses.replace(_FIXED, early=True),
+    dataclasses.replace(_FIXED, late="W^T"),
+    dataclasses.replace(_FIXED, late="W"),
+    _EARLY,
+    dataclasses.replace(_EARLY, late="W"),
+    dataclasses.replace(_EARLY, load_cache=".cg"),
+    dataclasses.replace(_EARLY, store_cache=".cs", turned_cache=".cs"),
+    dataclasses.replace(_EARLY, order="down"),
+    dataclasses.replace(_EARLY, stagger=600),
+    dataclasses.replace(_EARLY, stagger=1500),
+    dataclasses.replace(_FIXED, late="W^T", stagger=1000),
+    dataclasses.replace(_FIXED, stagger=1000),
+    _STAY,
+    dataclasses.replace(_STAY, stagger=1000),
+    dataclasses.replace(_STAY, late="W", store_cache=".cs", turned_cache=".cs"),
+)
 
 _CLASSES = (1.0, 2.0, 3.0, 32.0, math.inf)
 _REPEATS = 6  # launches in a turn, of which the first is not counted
+_KEPT = 4  # candidates of the focus that the other specs are measured with, beside the rows in use
+_AS_GOOD = 1.001
 
 
 def label(candidate: Tuning) -> str:
@@ -188,18 +214,34 @@ def _fault(candidate: Tuning, x: torch.Tensor, out: QuantizedPair, want: Quantiz
 
 def best_rows(measured: list[dict[str, Any]], candidates: Sequence[Tuning]) -> list[tuple[float, Tuning]]:
     """The candidate with the best geometric mean of time over copy time, per class that has specs; none with a fault
-    anywhere."""
+    anywhere, and the row in use where it is as good."""
     wrong = {name for row in measured for name in row["faults"]}
     candidates = [candidate for candidate in candidates if label(candidate) not in wrong]
     rows: list[tuple[float, Tuning]] = []
     for least, most in itertools.pairwise((0.0, *_CLASSES)):
-        specs = [row for row in measured if least < row["programs_per_processor"] <= most]
-        if specs:
-            cost = {
-                candidate: sum(math.log(row["to_copy"][label(candidate)]) for row in specs) for candidate in candidates
-            }
-            rows.append((most, min(cost, key=cost.__getitem__)))
+        specs = [row["to_copy"] for row in measured if least < row["programs_per_processor"] <= most]
+        cost = {
+            candidate: statistics.geometric_mean(ratios[label(candidate)] for ratios in specs)
+            for candidate in candidates
+            if specs and all(label(candidate) in ratios for ratios in specs)
+        }
+        if cost:
+            best = min(cost, key=cost.__getitem__)
+            present = in_use(most)
+            rows.append((most, present if cost.get(present, math.inf) <= _AS_GOOD * cost[best] else best))
     return rows
+
+
+def in_use(most: float) -> Tuning:
+    """The present row for launches of just that many programs per multiprocessor."""
+    return next(row for limit, row in tuning.ROWS if most <= limit)
+
+
+def few_for_others(row: dict[str, Any], candidates: Sequence[Tuning]) -> list[Tuning]:
+    """The rows in use, and the fastest of the focus' candidates, which are measured with the other specs."""
+    right = [c for c in candidates if label(c) in row["us"] and label(c) not in row["faults"]]
+    right.sort(key=lambda candidate: row["us"][label(candidate)])
+    return list(dict.fromkeys([row for _, row in tuning.ROWS] + right[:_KEPT]))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -209,15 +251,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="write the best rows into tuning.py")
     parser.add_argument("--candidates", choices=[*CANDIDATES], default="caches", help="what to compare")
     parser.add_argument("--seconds", type=float, default=2.0, help="time for each spec")
+    specs = {spec.name: spec for spec in (*MATRICES[::-1], *LAYERS)}
+    parser.add_argument("--focus", choices=[*specs], help="measure this spec with all candidates, others with a few")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("no CUDA GPU: run this where the kernels run", file=sys.stderr)
         return 2
-    candidates = CANDIDATES[options.candidates]
+    candidates = turn = list(dict.fromkeys([*CANDIDATES[options.candidates], *(row for _, row in tuning.ROWS)]))
     document: dict[str, Any] = {"environment": describe(), "rows": []}
     began = time.monotonic()
-    for spec in (*MATRICES[::-1], *LAYERS):
-        row = measure(spec, candidates, options.seconds)
+    for spec in sorted(specs.values(), key=lambda spec: spec.name != options.focus):
+        focused = spec.name == options.focus
+        row = measure(spec, turn, options.seconds * (3 if focused else 1))
+        if focused:
+            turn = few_for_others(row, candidates)
         document["rows"].append(row)
         write(options.out, document)
         took = time.monotonic() - began
