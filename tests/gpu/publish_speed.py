@@ -35,11 +35,12 @@ from typing import Any
 import numpy as np
 import torch
 from ran_on import ran_on
+from sglang_update import WAYS, apply_update
 
 from weftpub.channel import Deadlines, unix_address
 from weftpub.plan import Destination, Plan, Shard, ViewSpec, dtype_name, make_plan
 from weftpub.publisher import Peer, Publisher, PublishReport, SourceBuffers
-from weftpub.receive import EngineDescription, Receiver, parameter_specs, serve
+from weftpub.receive import EngineDescription, Readiness, Receiver, parameter_specs, serve
 from weftpub.store import ExpertStore
 from weftpub.transport import CudaIpcReceive, FlatTensors, RegionTable, open_receive_transports
 from weftpub.version import CommitRecord
@@ -154,6 +155,12 @@ class EngineUnderTest:
     def live_tensors(self) -> Mapping[str, torch.Tensor]:
         return {name: parameter.data for name, parameter in self.parameters.items()}
 
+    def resident(self) -> bool:
+        return True
+
+    def readiness(self) -> Readiness:
+        return Readiness()
+
     def weights_intact(self) -> bool:
         return True
 
@@ -205,27 +212,8 @@ class EngineUnderTest:
         return found
 
     def update_from_tensor(self, payload: bytes, load_format: str | None) -> str:
-        """SGLang's own update, as its scheduler runs it."""
-        from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
-        from sglang.srt.utils import MultiprocessingSerializer
-
-        with self.served.active():
-            updater = WeightUpdater(
-                tp_rank=0,
-                device=DEVICE.type,
-                gpu_id=0,
-                model_config=None,
-                custom_weight_loaders={},
-                get_model=lambda: self.served.model,
-                update_model_fields=lambda **_: None,
-                recapture_cuda_graph=lambda: None,
-                get_model_runner=lambda: None,
-            )
-            ok, message = updater.update_weights_from_tensor(
-                MultiprocessingSerializer.deserialize(payload), load_format
-            )
-        self.settle()
-        return "" if ok else message
+        """SGLang's own update."""
+        return apply_update(self.served, payload, load_format, DEVICE)
 
 
 def engine_main(pipe: Any, address: str, sizes: Sizes, kind: str) -> None:
@@ -539,26 +527,18 @@ def publish_sections(
 
 def sglang_sections(report: Report, trainer: Trainer, engine: Engine, repeats: int) -> None:
     """SGLang's own way into the same parameters."""
-    from sglang.srt.utils import MultiprocessingSerializer
-    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+    for name, (pack, load_format) in WAYS.items():
 
-    def named() -> None:
-        payload = MultiprocessingSerializer.serialize(list(trainer.tensors.items()))
-        problem = engine.call("update_from_tensor", payload, None)
-        if problem:
-            raise SystemExit(problem)
+        def update(pack: Any = pack, load_format: str | None = load_format) -> None:
+            payload, alive = pack(trainer.tensors)
+            problem = engine.call("update_from_tensor", payload, load_format)
+            del alive
+            if problem:
+                raise SystemExit(problem)
 
-    def bucket() -> None:
-        made = FlattenedTensorBucket(named_tensors=list(trainer.tensors.items()))
-        data = {"flattened_tensor": made.get_flattened_tensor(), "metadata": made.get_metadata()}
-        problem = engine.call("update_from_tensor", MultiprocessingSerializer.serialize(data), "flattened_bucket")
-        if problem:
-            raise SystemExit(problem)
-
-    for name, action in (("named tensors", named), ("flattened bucket", bucket)):
         trainer.step()
         engine.call("poison")
-        report.add(f"SGLang update_weights_from_tensor, {name}", timed(action, repeats))
+        report.add(f"SGLang update_weights_from_tensor, {name}", timed(update, repeats))
         same_bytes(report, trainer, engine, f"SGLang, {name}")
 
 
