@@ -1,39 +1,35 @@
-"""The `engine` section of zero_copy.py: a real SGLang engine whose experts are the trainer's memory.
-
-The trainer here is a store of random masters, and the other weights are published under the engine's own names: what is
-shown is memory, addresses, versions and tokens, not training.
+"""The `engine` section of zero_copy.py: SGLang itself, with CUDA graphs and its memory saver, serves from memory that a
+trainer's process writes. Cycles of release, step, publish and resume; both sides are killed at random points.
 """
 
-import contextlib
 import json
 import os
+import queue
+import random
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
+from zero_copy_base import GPU, Process, Report, free_bytes
+from zero_copy_trainer import EngineTrainer
 
-from weftpub.channel import Deadlines
-from weftpub.errors import TornError, WeftpubError
-from weftpub.memory import SharedAllocation, SharedAllocator
-from weftpub.plan import Destination, Plan, Shard, ViewSpec, dtype_name, make_plan, torch_dtype
-from weftpub.publisher import Publisher
-from weftpub.store import ExpertStore
-from weftpub.store.shared import layout_of
-from weftpub.wire.description import EngineDescription
+from weftpub.errors import WeftpubError
 
 __all__ = ["engine_section"]
 
-GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
 HERE = Path(__file__).resolve().parent
 PROMPTS = [[3, 5, 7, 11, 13], [2, 4, 8, 16], [100, 50, 25], [1]]
-RUN = "zero-copy-engine"
+TOKENS = 12
+MIB = 1 << 20
 
-CONFIG: dict[str, Any] = {
+CONFIG: Mapping[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "attention_bias": False,
     "decoder_sparse_step": 1,
@@ -49,7 +45,7 @@ CONFIG: dict[str, Any] = {
     "num_attention_heads": 8,
     "num_experts": 32,
     "num_experts_per_tok": 4,
-    "num_hidden_layers": 8,
+    "num_hidden_layers": 4,
     "num_key_value_heads": 4,
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
@@ -58,15 +54,44 @@ CONFIG: dict[str, Any] = {
     "use_sliding_window": False,
     "vocab_size": 1024,
 }
-SMALL = {
+SMALL: Mapping[str, Any] = {
     "hidden_size": 256,
     "head_dim": 32,
     "moe_intermediate_size": 128,
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "num_hidden_layers": 2,
-    "vocab_size": 500,
+    "vocab_size": 512,
 }
+
+
+def engine_section(report: Report, out: Path, cycles: int, seed: int, *, tiny: bool) -> None:
+    """The whole section.
+
+    Args:
+        cycles: colocated steps.
+        seed: of the cycles and points where processes are killed.
+    """
+    if not GPU:
+        sys.path.insert(0, str(HERE.parent / "adapters"))
+        from cpu_engine import environment
+
+        os.environ.update(environment(1))
+    os.environ.setdefault("SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK", "1")
+    os.environ.setdefault("SGLANG_ENABLE_JIT_DEEPGEMM", "0")
+    # Its radix tree in Rust is built for another torch.
+    os.environ.setdefault("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", "python")
+    install(out / "site")
+    trial = Trial(report, out, {**CONFIG, **(SMALL if tiny else {})}, cycles, seed)
+    try:
+        trial.prepare()
+        trial.boot()
+        trial.first_checks()
+        for cycle in range(1, cycles + 1):
+            trial.cycle(cycle)
+        trial.conclude()
+    finally:
+        trial.close()
 
 
 def install(folder: Path) -> None:
@@ -82,281 +107,384 @@ def install(folder: Path) -> None:
     sys.path[:0] = [str(folder), str(HERE), str(HERE.parent / "adapters")]
 
 
-class Trial:
-    """An engine, the trainer's store over its memory, and a publisher between them."""
+def engine_arguments(model: Path, **more: Any) -> dict[str, Any]:
+    """Settings of an engine on this machine."""
+    if not GPU:
+        from cpu_engine import ENGINE
 
-    def __init__(self, report: Any, out: Path, tiny: bool) -> None:
+        return {**ENGINE, "model_path": str(model), **more}
+    return {
+        "attention_backend": "triton",
+        "context_length": 2048,
+        "cuda_graph_max_bs_decode": 4,
+        "disable_prefill_cuda_graph": True,  # decoding only: prefills of 42 lengths would take a minute
+        "disable_radix_cache": True,
+        "enable_memory_saver": True,
+        "fp8_gemm_runner_backend": "triton",
+        "grammar_backend": "none",
+        "load_format": "dummy",
+        "log_level": "error",
+        "max_running_requests": 16,
+        "max_total_tokens": 32768,
+        "mem_fraction_static": 0.3,
+        "model_path": str(model),
+        "moe_runner_backend": "triton",
+        "random_seed": 1,
+        "sampling_backend": "pytorch",
+        "skip_tokenizer_init": True,
+        **more,
+    }
+
+
+class Trial:
+    """An engine, a trainer's process, and what is killed when.
+
+    Args:
+        cycles: there will be.
+        seed: of the kills: three trainers and one engine, at cycles and points drawn from it.
+    """
+
+    def __init__(self, report: Report, out: Path, config: dict[str, Any], cycles: int, seed: int) -> None:
         self.report = report
         self.out = out
-        self.config = {**CONFIG, **(SMALL if tiny else {})}
-        self.version = 0
-        self.starts = 0
+        self.config = config
         self.meeting = f"/tmp/zc-{os.getuid()}-{os.getpid()}"
-        self.engine: Any = None
-        self.publisher: Any = None
-        self.store: Any = None
-        self.memory: Any = None
         self.model = out / "model"
-        (out / "config.json").write_text(json.dumps(self.config), encoding="utf-8")
+        self.version = 0  # also the generation, and the seed of the weights
+        self.starts = 0
+        self.engine: Any = None
+        self.peers: Any = None
+        self.pid = 0
+        self.away: list[str] = []  # memory tags that are released
+        self.took = {"write": 0.5, "publish": 0.5}  # seconds, last time
+        self.rows: list[dict[str, Any]] = []
+        self.expected: dict[int, list[list[int]]] = {}  # version to the engine's tokens, where they are compared
+        self.compared = {1, max(1, cycles // 2), cycles}
+        self.random = random.Random(seed)
+        middle = [n for n in range(2, cycles) if n not in self.compared]
+        drawn = self.random.sample(middle, min(4, len(middle)))
+        self.victims = dict.fromkeys(drawn[1:], "trainer") | dict.fromkeys(drawn[:1], "engine")
+        self.spares = [Process() for _ in range(1 + len(drawn[1:]))]
+        self.trainer = self.spares.pop(0)
+        self.reference: Reference | None = None
+        report.number("engine_kills", {"seed": seed, "cycles": {str(n): who for n, who in self.victims.items()}})
+
+    # Starting.
+
+    def prepare(self) -> None:
+        """The trainer's first version and its export; the model directory; a second engine that loads exports."""
+        (self.out / "config.json").write_text(json.dumps(self.config), encoding="utf-8")
         maker = "weftpub_adapters.sglang.driver.model_directory"
-        command = [sys.executable, "-m", maker, str(out / "config.json"), str(self.model), "--overwrite"]
-        subprocess.run(command, check=True)
+        command = [sys.executable, "-m", maker, str(self.out / "config.json"), str(self.model), "--overwrite"]
+        making = subprocess.Popen(command)
+        self.trainer.make(EngineTrainer, self.meeting, self.config)
+        self.version = 1
+        self.trainer("write", 1, 1)
+        self.trainer("export", str(self.export(1)), 1)
+        self.report.progress("the trainer made the memory and wrote version 1")
+        if GPU:
+            self.reference = Reference(engine_arguments(self.export(1)), self.out / "reference.log")
+        if making.wait(120):
+            raise SystemExit("the engine's model directory could not be written")
 
-    def arguments(self) -> dict[str, Any]:
-        """Of the engine."""
-        setting = json.dumps({"weftpub_shared_experts": {"folder": self.meeting}})
-        if not GPU:
-            from cpu_engine import ENGINE
-
-            return {**ENGINE, "model_path": str(self.model), "json_model_override_args": setting}
-        return {
-            "attention_backend": "triton",
-            "context_length": 2048,
-            "cuda_graph_max_bs_decode": 4,
-            "disable_prefill_cuda_graph": True,
-            "disable_radix_cache": True,
-            "enable_memory_saver": True,
-            "fp8_gemm_runner_backend": "triton",
-            "grammar_backend": "none",
-            "json_model_override_args": setting,
-            "load_format": "dummy",
-            "log_level": "info",
-            "max_running_requests": 16,
-            "max_total_tokens": 32768,
-            "mem_fraction_static": 0.3,
-            "model_path": str(self.model),
-            "moe_runner_backend": "triton",
-            "random_seed": 1,
-            "sampling_backend": "pytorch",
-            "skip_tokenizer_init": True,
-        }
-
-    def up(self) -> EngineDescription:
-        """Start an engine and its receivers; what it says of itself."""
+    def boot(self) -> None:
+        """Start an engine and its receivers, and connect the trainer."""
         from weftpub_adapters.sglang.driver import DriverDeadlines, LocalEngine
 
         self.starts += 1
         waits = DriverDeadlines(start=90, drain=60, flush=20, memory=20, release=30, resume=30, control=30, shutdown=30)
         began = time.monotonic()
-        self.engine = LocalEngine.start(deadlines=waits, **self.arguments())
-        self.report.number(f"engine_up_s_{self.starts}", time.monotonic() - began)
-        run = f"{RUN}-{self.starts}"
-        peers = self.engine.start_receivers(run, f"{self.meeting}-{self.starts}")
-        commit = self.out / f"commit-{self.starts}.json"
-        self.publisher = Publisher(run, None, peers, commit_path=commit, deadlines=Deadlines.all(60))
-        (described,) = self.publisher.describe()
-        return described
+        setting = json.dumps({"weftpub_shared_experts": {"folder": self.meeting}})
+        arguments = engine_arguments(self.model, json_model_override_args=setting)
+        self.engine = LocalEngine.start(deadlines=waits, **arguments)
+        self.away = []
+        self.report.number(f"engine_up_s_{self.starts}", round(time.monotonic() - began, 1))
+        self.peers = self.engine.start_receivers(self.run, f"{self.meeting}-{self.starts}")
+        self.connect()
 
-    def down(self) -> None:
-        """End the engine."""
-        if self.publisher is not None:
-            self.publisher.close()
-        if self.engine is not None:
-            self.engine.shutdown()
-        self.publisher = self.engine = None
+    def connect(self) -> dict[str, Any]:
+        """Connect the trainer's process to the engine."""
+        said = self.trainer("connect", self.run, self.peers, str(self.out / f"commit-{self.starts}.json"))
+        self.pid = said["plugin"]["pid"]
+        self.said = said
+        return said
 
-    def plan(self, described: EngineDescription) -> None:
-        """Experts from the store, everything else under the engine's own names."""
-        sources: list[Shard] = []
-        destinations: list[Destination] = []
-        held = set(described.settings["shared_memory"])  # type: ignore[arg-type]
-        for entry in self.store.layout.entries():
-            kind, suffix = dtype_name(entry.dtype), "_scale_inv" if entry.role == "scale" else ""
-            numel, expert = entry.shape[0] * entry.shape[1], self.store.layout.experts.index(entry.matrix.expert)
-            name = "w2" if entry.part == "down_proj" else "w13"
-            offset = expert * numel if name == "w2" else (2 * expert + (entry.part == "up_proj")) * numel
-            param = f"model.layers.{entry.matrix.layer}.mlp.experts.{name}_weight{suffix}"
-            shard = Shard(entry.name, kind, entry.shape, entry.shape, (0, 0), 0)
-            sources.append(shard)
-            destinations.append(Destination(shard, ViewSpec(param, offset, entry.shape, (entry.shape[1], 1), kind)))
-        self.rest: dict[str, Any] = {}
-        self.vocabulary: Any = described.settings["vocabulary"]
-        kept = set(described.settings["kept"])  # type: ignore[arg-type]
-        for spec in described.parameters:
-            if spec.name in kept or spec.name in held:
-                continue
-            shard = Shard(spec.name, spec.dtype, spec.shape, spec.shape, (0,) * len(spec.shape), 0)
-            sources.append(shard)
-            destinations.append(Destination(shard, ViewSpec(spec.name, 0, spec.shape, spec.stride, spec.dtype)))
-            self.rest[spec.name] = (spec.shape, torch_dtype(spec.dtype))
-        made: Plan = make_plan(sources, destinations)
-        self.publisher.set_plan(made)
+    @property
+    def run(self) -> str:
+        return f"zero-copy-engine-{self.starts}"
 
-    def others(self, seed: int) -> dict[str, torch.Tensor]:
-        """The other weights of a version."""
-        generator = torch.Generator().manual_seed(seed)
-        found: dict[str, torch.Tensor] = {}
-        for name, (shape, dtype) in self.rest.items():
-            if "norm" in name:
-                value = torch.full(shape, 1.0 + seed % 5)
-            else:
-                value = torch.randn(shape, generator=generator) * 0.05
-            if name in self.vocabulary:  # rows of no token stay zero in the engine
-                value[self.vocabulary[name]["end"] - self.vocabulary[name]["start"] :] = 0
-            found[name] = value.to(dtype).to(DEVICE)
-        return found
+    def export(self, version: int) -> Path:
+        """Where a version is exported to."""
+        return self.out / f"export-{version}"
 
-    def write(self, seed: int, *, half: bool = False) -> None:
-        """Quantize a generation into the shared memory."""
-        generator = torch.Generator(DEVICE).manual_seed(seed)
-        matrices = self.store.layout.matrices
-        self.version += 1
-        self.store.begin(self.version, recover=self.store.state == "torn")
-        for matrix in matrices[: len(matrices) // 2] if half else matrices:
-            shape = self.store.layout.shape(matrix.projection)
-            self.store.writer()(matrix.name, torch.randn(shape, generator=generator, device=DEVICE) * 0.05)
-        if not half:
-            self.store.seal()
+    def first_checks(self) -> None:
+        """What a started engine must be."""
+        report, shared = self.report, self.said.get("shared_experts") or {}
+        if not report.check("engine: experts lie in shared memory", bool(self.said.get("shared_memory")), shared):
+            raise SystemExit("nothing is shared; the worker's log says why")
+        if not GPU:
+            return
+        back, held = shared.get("given_back") or 0, shared.get("nbytes", 1)
+        detail = f"{back} of {held} bytes"
+        report.check("engine: the memory reserved at first is given back", back >= 0.9 * held, detail, memory=True)
+        info = self.engine.server_info()
+        report.check(
+            "engine: CUDA graphs are on",
+            info["disable_cuda_graph"] is False and not info.get("disable_decode_cuda_graph"),
+        )
+        if self.reference is not None:
+            self.reference.ask(self.export(1), PROMPTS[:1], 1)
+            self.reference.answer()  # it is up, and takes no more memory
+            report.progress("the second engine is up")
 
-    def publish(self, seed: int) -> Any:
-        """Publish the sealed generation with the other weights."""
-        sources = {item.name: item.tensor for item in self.store.canonical()} | self.others(seed)
-        done = self.publisher.publish(self.version, sources, self.store.checksums, verify_sha256=True, resume=False)
-        expected = self.store.sha256()
-        good = all(done.sha256[name] == digest for name, digest in expected.items())
-        self.report.check(f"engine: version {self.version}: served bytes are the trainer's", good)
-        return done
+    # A cycle.
 
-    def generate(self) -> list[list[int]]:
-        """Greedy tokens, one prompt after the other."""
-        sampling = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
-        return [list(self.engine.generate([prompt], sampling, seconds=240)[0].tokens) for prompt in PROMPTS]
+    def cycle(self, number: int) -> None:
+        """One colocated step, and whoever is due to die in it."""
+        victim = self.victims.get(number)
+        row: dict[str, Any] = {"cycle": number, "serving": free_bytes()}
+        began = time.monotonic()
+        if victim == "engine":
+            self.engine_dies(number)
+        # A trainer may die while the engine's other weights are intact: then the header alone keeps it from serving.
+        self.drain(row, release=victim != "trainer" or self.random.random() < 0.3)
+        if number > 1:
+            self.version += 1
+        if victim == "trainer":
+            self.trainer_dies(number)
+        else:
+            self.took["write"] = self.trainer("write", self.version, self.version, number == 1) / 1e3
+        self.bring_back("weights")
+        done = self.trainer("publish", self.version, self.version)
+        self.took["publish"] = done["with_sha256_ms"] / 1e3
+        self.serve()
+        tokens = self.generate(PROMPTS if number in self.compared else PROMPTS[:1])
+        row |= {key: done[key] for key in ("moved", "shared", "with_sha256_ms", "ms")}
+        row["s"] = round(time.monotonic() - began, 3)
+        self.rows.append(row)
+        if not done["same"]:
+            self.report.check(f"engine: cycle {number}: served bytes are the trainer's", False)
+        if done["shared"] != self.trainer("expert_bytes"):
+            self.report.check(f"engine: cycle {number}: no expert byte moved", False, done["moved"])
+        if self.engine.weight_version() != str(self.version):
+            self.report.check(f"engine: cycle {number}: answers report the version", False)
+        if number in self.compared:
+            self.compare(tokens)
+        if number in self.compared or victim or number <= 2 or number % 10 == 0:
+            self.report.data["cycles"] = self.rows
+            self.report.progress(f"cycle {number}: {row['s']} s, tokens {tokens[0]}")
+        if number == 1:
+            refused = self.trainer("begin", self.version + 1)
+            self.report.check("engine: a step is refused while it serves", "pause the engine first" in refused, refused)
 
-    def cycle(self, seed: int) -> tuple[list[list[int]], dict[str, Any]]:
-        """One colocated step; the tokens, and what was measured."""
-        row: dict[str, Any] = {"seed": seed, "free_serving": free()}
+    def drain(self, row: dict[str, Any], *, release: bool = True) -> None:
+        """Bring the engine to rest and release its memory."""
         self.engine.pause("retract")
         self.engine.flush()
-        self.publisher.pause()
-        if GPU:
-            self.engine.release(["kv_cache"])
-            row["free_without_kv"] = free()
-            self.engine.release(["weights"])
-        row["free_released"] = free()
-        if self.store.state == "sealed":
-            self.store.verify()  # a release touches nothing that is shared
-        self.write(seed)
-        if GPU:
-            self.engine.resume(["weights"])
-        began = time.perf_counter()
-        done = self.publish(seed)
-        row["publish_with_sha256_ms"] = (time.perf_counter() - began) * 1e3
-        row["moved"], row["shared"], row["ms"] = done.nbytes, done.shared_nbytes, done.ms
-        if GPU:
-            self.engine.resume(["kv_cache"])
-        self.publisher.resume()
+        self.trainer("pause")
+        row["resting"] = free_bytes()
+        for tag in ("kv_cache", "weights") if GPU and release else ():
+            self.engine.release([tag])
+            self.away.append(tag)
+            row[f"without_{tag}"] = free_bytes()
+
+    def bring_back(self, tag: str) -> None:
+        """Resume one tag, if it is away."""
+        if tag in self.away:
+            self.engine.resume([tag])
+            self.away.remove(tag)
+
+    def serve(self) -> None:
+        """Let the engine go on with the version that was published."""
+        self.bring_back("kv_cache")
+        self.trainer("resume")
         self.engine.set_weight_version(str(self.version))
         self.engine.continue_()
-        return self.generate(), row
 
+    def generate(self, prompts: list[list[int]]) -> list[list[int]]:
+        """Greedy tokens, one prompt after the other."""
+        sampling = {"max_new_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+        return [list(self.engine.generate([prompt], sampling, seconds=240)[0].tokens) for prompt in prompts]
 
-def free() -> int:
-    """Free bytes of the GPU."""
-    return torch.cuda.mem_get_info()[0] if GPU else 0
+    def compare(self, tokens: list[list[int]]) -> None:
+        """Remember tokens, and have the second engine load the export of their version."""
+        self.expected[self.version] = tokens
+        directory = self.export(self.version)
+        if not directory.exists():
+            self.trainer("export", str(directory), self.version)
+        if self.reference is not None:
+            self.reference.ask(directory, PROMPTS, TOKENS)
 
+    # Deaths.
 
-def engine_section(report: Any, out: Path, tiny: bool) -> None:
-    """The whole section."""
-    if not GPU:
-        sys.path.insert(0, str(HERE.parent / "adapters"))
-        from cpu_engine import environment
+    def trainer_dies(self, number: int) -> None:
+        """Kill the trainer at a random point of its step or its publish; another one starts from the checkpoint."""
+        report, method = self.report, self.random.choice(["write", "write", "publish"])
+        if method == "publish":
+            self.trainer("write", self.version, self.version)
+            self.bring_back("weights")
+        delay = self.random.random() * self.took[method]
+        self.trainer.send(method, self.version, self.version)
+        time.sleep(delay)
+        self.trainer.kill()
+        name = f"engine: cycle {number}: trainer killed {delay * 1e3:.0f} ms into its {method}"
+        self.trainer = self.spares.pop(0).make(EngineTrainer, self.meeting, self.config)
+        self.connect_resident()
+        standing = self.trainer("standing")
+        resumed, said = self.trainer.attempt("resume")
+        safe = standing["obstacle"] is None or not resumed
+        if not resumed:
+            with suppress(WeftpubError):
+                self.engine.continue_()
+            safe = safe and not self.answers(1.0)
+            self.engine.pause("retract")
+        report.check(f"{name}: only a whole version would be served", safe, {**standing, "resume": said})
+        self.engine.pause("retract")
+        self.engine.flush()
+        self.trainer("pause")
+        self.version += 1
+        self.trainer("write", self.version, self.version, True)
 
-        os.environ.update(environment(1))
-    os.environ.setdefault("SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK", "1")
-    os.environ.setdefault("SGLANG_ENABLE_JIT_DEEPGEMM", "0")
-    # Its radix tree in Rust is built for another torch.
-    os.environ.setdefault("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", "python")
-    install(out / "site")
-    trial = Trial(report, out, tiny)
-    try:
-        with _left(trial):
-            _first(trial)
-            _torn(trial)
-            _restarted(trial)
-    finally:
-        trial.down()
+    def connect_resident(self) -> None:
+        """Connect a new trainer; an engine describes itself only while its memory is there."""
+        self.bring_back("weights")
+        self.connect()
 
-
-@contextlib.contextmanager
-def _left(trial: Trial) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        if trial.memory is not None:
-            trial.memory.leave()
-
-
-def _first(trial: Trial) -> None:
-    report = trial.report
-    described = trial.up()
-    shared: Any = described.settings.get("shared_experts", {})
-    report.check("engine: experts lie in shared memory", bool(described.settings.get("shared_memory")), shared)
-    if GPU:
-        back, held = shared.get("given_back") or 0, shared.get("nbytes", 1)
-        report.check("engine: the memory reserved at first is given back", back >= 0.9 * held, f"{back} of {held}")
-    trial.memory = SharedAllocation.join(trial.meeting, "experts", DEVICE, create=False)
-    layout, allocator = layout_of(trial.memory.catalogue), SharedAllocator(trial.memory)
-    trial.store = ExpertStore(
-        layout.layers,
-        layout.experts,
-        layout.hidden,
-        layout.intermediate,
-        device=DEVICE,
-        allocator=allocator,
-        wt="rebuild",
-        measure_change=False,
-    )
-    trial.plan(described)
-    expert_bytes = sum(entry.nbytes for entry in trial.memory.catalogue.entries)
-    tokens: dict[int, list[list[int]]] = {}
-    for seed in (1, 2, 1, 2):
-        found, row = trial.cycle(seed)
-        report.number(f"engine_cycle_{trial.version}", row)
+    def engine_dies(self, number: int) -> None:
+        """Kill the engine's worker at a random point; another engine starts and maps the same memory."""
+        report, point = self.report, self.random.choice(["request", "write", "publish"])
+        version = self.version
+        if point == "request":
+            with ThreadPoolExecutor(1) as pool:
+                sampling = {"max_new_tokens": 256, "temperature": 0, "ignore_eos": True}
+                asked = pool.submit(self.engine.generate, [PROMPTS[0]], sampling, seconds=60)
+                time.sleep(self.random.random() * 0.5)
+                os.kill(self.pid, signal.SIGKILL)
+                with suppress(WeftpubError, TimeoutError):
+                    asked.result(90)
+        else:
+            self.drain({}, release=False)
+            self.version += 1
+            if point == "publish":
+                self.trainer("write", self.version, self.version)
+                self.bring_back("weights")
+            self.trainer.send(point, self.version, self.version)
+            time.sleep(self.random.random() * self.took[point])
+            os.kill(self.pid, signal.SIGKILL)
+            good, said = self.trainer.answer(point, 90)
+            report.check(
+                f"engine: cycle {number}: the trainer outlives the engine's death", good or point == "publish", said
+            )
+        began = time.monotonic()
+        self.engine.shutdown()
+        standing = self.trainer("standing")
         report.check(
-            f"engine: cycle {trial.version}: no expert byte moved", row["shared"] == expert_bytes, row["moved"]
+            f"engine: cycle {number}: engine killed in its {point}: the memory and its bytes are there",
+            standing["serving"] == 0 or point == "request",
+            {**standing, "generation": self.trainer("verify")},
         )
-        known = tokens.setdefault(seed, found)
-        report.check(f"engine: cycle {trial.version}: tokens are those of its weights", known == found, found[0])
-    report.check("engine: other weights, other tokens", tokens[1] != tokens[2])
+        if point == "request":
+            report.check(
+                f"engine: cycle {number}: version {version} is still committed", standing["committed"] == version
+            )
+        self.boot()
+        report.number("engine_restart_s", round(time.monotonic() - began, 1))
+        report.check("engine: a new engine maps the same memory", bool(self.said.get("shared_memory")))
+        self.engine.pause("retract")
+        self.trainer("pause")
+        done = self.trainer("publish", self.version, self.version)
+        self.serve()
+        report.check(
+            f"engine: cycle {number}: it serves version {self.version} without an expert byte moved",
+            done["shared"] == self.trainer("expert_bytes") and done["same"],
+            {key: done[key] for key in ("moved", "shared", "ms")},
+        )
+        self.generate(PROMPTS[:1])
+
+    def answers(self, seconds: float) -> bool:
+        """Whether a request is answered in time."""
+        try:
+            self.engine.generate([PROMPTS[0]], {"max_new_tokens": 2, "temperature": 0}, seconds=seconds)
+        except (TimeoutError, WeftpubError):
+            return False
+        return True
+
+    # The end.
+
+    def conclude(self) -> None:
+        """What the cycles showed."""
+        report, rows = self.report, self.rows
+        report.data["cycles"] = rows
+        failed = [name for name in report.data["failed"] if name.startswith("engine: cycle")]
+        report.check(
+            f"engine: {len(rows)} cycles, served bytes the trainer's by sha256, no expert byte moved", not failed
+        )
+        if self.reference is not None:
+            for version, tokens in self.expected.items():
+                found = self.reference.answer()
+                report.check(
+                    f"engine: version {version}: tokens are those of an engine that loads its export",
+                    found == tokens,
+                    None if found == tokens else {"engine": tokens, "reference": found},
+                )
+        if len(self.expected) > 1:
+            report.check("engine: other versions, other tokens", len({str(t) for t in self.expected.values()}) > 1)
+        quiet = [row for row in rows if row["cycle"] > 2 and row["cycle"] not in self.victims]
+        if GPU and quiet:
+            spread = max(r["without_weights"] for r in quiet) - min(r["without_weights"] for r in quiet)
+            report.check("engine: memory while released is flat", spread <= 64 * MIB, f"{spread} bytes", memory=True)
+            freed = [r["without_weights"] - r["without_kv_cache"] for r in quiet]
+            report.number("engine_released_bytes", {"least": min(freed), "most": max(freed)})
+
+    def close(self) -> None:
+        """End everything."""
+        for process in (self.trainer, *self.spares):
+            process.kill()
+        if self.engine is not None:
+            self.engine.shutdown()
+        if self.reference is not None:
+            self.reference.close()
 
 
-def _torn(trial: Trial) -> None:
-    report = trial.report
-    try:
-        trial.store.begin(trial.version + 1)
-        report.check("engine: a step is refused while it serves", False)
-        trial.store.cancel()
-    except WeftpubError as error:
-        report.check("engine: a step is refused while it serves", "pause the engine first" in str(error), str(error))
-    trial.engine.pause("retract")
-    trial.engine.flush()
-    trial.publisher.pause()
-    trial.write(3, half=True)
-    try:
-        trial.publisher.resume()
-        report.check("engine: half a generation is not served", False)
-    except TornError as error:
-        report.check("engine: half a generation is not served", True, str(error)[:200])
-    trial.store.mark_torn("the experiment stopped in the middle of a step")
-    found, _ = trial.cycle(1)
-    report.check("engine: a full publish opens it", len(found) == len(PROMPTS), found[0])
-    trial.tokens = found  # type: ignore[attr-defined]
+class Reference:
+    """A second engine on the same GPU, in a process of its own, that loads exports from disk by SGLang's own loader."""
 
+    def __init__(self, arguments: dict[str, Any], log: Path) -> None:
+        with log.open("w") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, str(HERE / "reference_engine.py"), json.dumps(arguments)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        self._answers: queue.Queue[list[list[int]]] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
 
-def _restarted(trial: Trial) -> None:
-    """The engine ends; another one finds the memory that the trainer kept, and its bytes."""
-    report = trial.report
-    trial.down()
-    described = trial.up()
-    standing = trial.memory.standing()
-    report.check("engine: a new engine maps the same memory", bool(described.settings.get("shared_memory")))
-    report.check("engine: which still holds the committed version", standing.committed.version == trial.version)
-    trial.store.verify()
-    trial.plan(described)
-    trial.publisher.pause()
-    done = trial.publish(1)
-    report.number("engine_restart", {"moved": done.nbytes, "shared": done.shared_nbytes, "ms": done.ms})
-    trial.publisher.resume()
-    trial.engine.continue_()
-    found = trial.generate()
-    report.check("engine: it answers as the one before", found == trial.tokens, found[0])  # type: ignore[attr-defined]
+    def ask(self, directory: Path, prompts: list[list[int]], count: int) -> None:
+        """Load a directory and answer prompts, in the order of these calls."""
+        assert self._process.stdin is not None
+        with suppress(OSError):  # it has ended: the answer says so
+            self._process.stdin.write(json.dumps({"load": str(directory), "prompts": prompts, "tokens": count}) + "\n")
+            self._process.stdin.flush()
+
+    def answer(self) -> list[list[int]] | str:
+        """The next answer, or what went wrong."""
+        until = time.monotonic() + 120
+        while time.monotonic() < until:
+            with suppress(queue.Empty):
+                return self._answers.get(timeout=0.5)
+            if self._process.poll() is not None and self._answers.empty():
+                break
+        return f"the reference engine gave no answer, status {self._process.poll()}; its log is reference.log"
+
+    def close(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.wait(30)
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith('{"tokens"'):
+                self._answers.put(json.loads(line)["tokens"])

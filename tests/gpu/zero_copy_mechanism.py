@@ -1,4 +1,4 @@
-"""The `mechanism` section of zero_copy.py: several processes map one allocation, and either is killed at the worst time."""
+"""The `mechanism` section of zero_copy.py: several processes map one allocation; each is killed at the worst time."""
 
 import gc
 import hashlib
