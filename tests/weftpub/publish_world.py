@@ -17,7 +17,7 @@ import torch
 from weftpub.channel import unix_address
 from weftpub.plan import Destination, Plan, Shard, ViewSpec, make_plan
 from weftpub.publisher import Peer
-from weftpub.receive import EngineDescription, Receiver, parameter_specs, serve
+from weftpub.receive import EngineDescription, Readiness, Receiver, parameter_specs, serve
 from weftpub.wire import gpu_uuid
 
 BLOCK = 128
@@ -213,6 +213,7 @@ class FakeEngine:
     intact: bool = True
     version: int | None = None
     fenced: str = ""
+    holds_memory: bool = True
 
     def __post_init__(self) -> None:
         self.parameters = self.world.parameters(self.device)
@@ -240,6 +241,12 @@ class FakeEngine:
 
     def weights_intact(self) -> bool:
         return self.intact
+
+    def resident(self) -> bool:
+        return self.holds_memory
+
+    def readiness(self) -> Readiness:
+        return Readiness(self.fenced or ("" if self.intact else "weights are not whole"), resting=not self.serving)
 
     def pause(self) -> None:
         self._step("pause")

@@ -30,7 +30,7 @@ from weftpub.errors import (
     WeftpubError,
 )
 from weftpub.plan import Destination, ViewSpec, cut_pieces, make_plan
-from weftpub.publisher import CurveKeys, Peer, Publisher, SourceBuffers
+from weftpub.publisher import CurveKeys, Observer, Peer, Publisher, SourceBuffers
 from weftpub.publisher.coordinator import Coordinator
 from weftpub.publisher.evidence import compare_sha256
 from weftpub.publisher.peers import PeerLink, exchange
@@ -90,7 +90,7 @@ def test_the_report_is_plain_data(room: Room) -> None:
     data = json.loads(json.dumps(report.as_dict()))
     assert type(report).from_dict(data) == report
     phases = {"hello", "plan", "pause", "checksum", "begin", "transfer", "verify", "record", "commit", "resume"}
-    assert phases | {"total"} == set(report.ms)
+    assert phases | {"sha256", "total"} == set(report.ms)
     assert report.engines["engine0"].state == "serving"
     assert report.transports == {0: "inprocess", 1: "inprocess"}
     assert report.nbytes >= sum(t.nbytes for t in sources.values())
@@ -494,9 +494,27 @@ class TestDriver:
             assert_serves(engine, 2)
             assert engine.serving
 
-    def test_a_publisher_that_others_came_after_takes_over_again(self, room: Room) -> None:
+    def test_observers_do_not_disturb_a_publisher(self, room: Room) -> None:
         """Whoever started an engine's receivers asked them once, over a publisher of its own; they refused the
         trainer's, which had started earlier, for ever."""
+        publisher = room.publisher()
+        publisher.publish(1, SMALL.sources(0, 1), resume=False)
+        with Observer("run", room.peers, deadlines=Deadlines.all(20)) as asking:
+            assert [one.rank for one in asking.describe()] == [0, 1]
+            found = asking.status()
+            assert {rank: (r.state, r.version) for rank, r in found.items()} == dict.fromkeys((0, 1), (S.COMMITTED, 1))
+            assert all((r.may_serve, r.why_not, r.resting) == (True, "", True) for r in found.values())
+            room.engines[1].fenced = "out of order"
+            assert (asking.status()[1].why_not, asking.status()[1].may_serve) == ("out of order", False)
+            publisher.publish(2, SMALL.sources(0, 2))
+            assert not asking.status()[1].resting
+        publisher.publish(3, SMALL.sources(0, 3))
+        assert states(publisher) == ["serving", "serving"]
+        for run, peers, found in (("run", [], "one per receiver rank"), ("a b", room.peers, "run id 'a b'")):
+            with pytest.raises(ConfigError, match=found):
+                Observer(run, peers)
+
+    def test_a_publisher_that_others_came_after_takes_over_again(self, room: Room) -> None:
         publisher = room.publisher()
         publisher.publish(1, SMALL.sources(0, 1))
         room.publisher().status()

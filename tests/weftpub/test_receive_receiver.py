@@ -128,6 +128,67 @@ def test_a_whole_publish(driver: Driver) -> None:
     assert calls == ["pause", "post_process", "commit", "resume"]
 
 
+class ReleasingEngine(FakeEngine):
+    """Gives its weights' memory away in the middle of the receiver's work, as its own thread may."""
+
+    release_after = ""
+
+    def live_tensors(self) -> Any:
+        found = super().live_tensors()
+        if self.release_after == "live_tensors":
+            self.holds_memory = self.intact = False
+        return found
+
+
+def test_memory_that_goes_while_a_receive_begins_is_not_written() -> None:
+    """The scheduler saw no receive under way and released the weights, just as one began with views of them: the copy
+    went into memory that was gone, and the worker with it."""
+    driver = Driver(ReleasingEngine(WORLD))
+    driver.ask(m.Pause)
+    driver.engine.release_after = "live_tensors"  # type: ignore[attr-defined]
+    with pytest.raises(StateError, match="releases the memory of its weights while version 2 arrives"):
+        driver.begin(2)
+    assert (driver.state, driver.receiver.state.lost) == (S.TORN, 1)
+    with pytest.raises(StateError, match="receives no version"):
+        driver.chunk(0)
+
+
+def test_a_receive_under_way_ends_with_the_next_word_once_the_memory_is_wanted(receiving: Driver) -> None:
+    """Who wants to release the memory waits for it: not until the publisher has sent everything."""
+    receiving.chunk(0)
+    receiving.engine.holds_memory = receiving.engine.intact = False
+    with pytest.raises(StateError, match="releases the memory"):
+        receiving.chunk(1)
+    assert receiving.state is S.TORN
+
+
+def test_observers_ask_and_leave_the_publisher_alone(receiving: Driver) -> None:
+    """Asking an engine once, when its receivers were started, made the trainer's publisher stale."""
+    publisher = receiving.session
+    receiver = receiving.receiver
+    receiver._silence = 0.05
+    welcome = receiving.hello("e" * 16, started_ns=99, role="observer")
+    assert welcome.status.state is S.RECEIVING
+    assert receiving.ask(m.Describe).description.rank == 0
+    assert receiving.ask(m.Status).status.incoming == 2
+    for kind, fields in ((m.Pause, {}), (m.Resume, {}), (m.Abort, {"reason": "no"}), (m.Drop, {"allocations": ()})):
+        with pytest.raises(StateError, match="an observer may only describe"):
+            receiving.ask(kind, **fields)
+    receiving.ask(m.Bye)
+    with pytest.raises(StateError, match="not the present one"):
+        receiving.ask(m.Status)
+    receiving.session = publisher
+    receiving.chunk(0)
+    time.sleep(0.06)
+    receiving.hello("f" * 16, started_ns=99, role="observer")  # no word of the publisher
+    receiver.tick()
+    assert receiving.state is S.TORN
+    for number in range(20):
+        receiving.hello(f"{number:016x}", role="observer")
+    with pytest.raises(StateError, match="not the present one"):
+        receiving.ask(m.Status, session="f" * 16)
+
+
 def test_publishing_the_same_bytes_again_changes_nothing(driver: Driver) -> None:
     """Publishing twice corrupted weights, because post-processing ran once per bucket and was not re-entrant."""
     for attempt in range(3):

@@ -1,10 +1,11 @@
 """The publishing side: `Publisher` puts a version into every engine, all or none; a group lets several trainer ranks
-send together.
+send together; an `Observer` only asks.
 """
 
 from weftpub.channel import CurveKeys, Deadlines
 from weftpub.publisher.coordinator import FailurePolicy
 from weftpub.publisher.groups import RankGroup, SoloGroup, ThreadGroup, TorchGroup, barrier
+from weftpub.publisher.observer import Observer
 from weftpub.publisher.peers import Peer
 from weftpub.publisher.publisher import Publisher
 from weftpub.publisher.report import EngineOutcome, PublishReport, RecoveryReport
@@ -15,6 +16,7 @@ __all__ = [
     "Deadlines",
     "EngineOutcome",
     "FailurePolicy",
+    "Observer",
     "Peer",
     "PublishReport",
     "Publisher",

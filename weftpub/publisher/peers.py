@@ -2,6 +2,7 @@
 which phase.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,11 +12,11 @@ from weftpub import errors
 from weftpub.channel import ChannelClient, CurveKeys, Deadline, wait_any
 from weftpub.channel.address import socket_path
 from weftpub.channel.presence import listener
-from weftpub.errors import ChannelError, WeftpubError
+from weftpub.errors import ChannelError, ConfigError, WeftpubError
 from weftpub.wire import messages as m
 from weftpub.wire.identity import Identity, process_alive
 
-__all__ = ["Peer", "PeerLink", "by_engine", "exchange", "expect"]
+__all__ = ["Peer", "PeerLink", "by_engine", "check_peers", "exchange", "expect"]
 
 _SLICE_S = 0.2  # how often a wait looks whether the peer's process still exists
 _RESTART_S = 1.0  # how long a receiver that died is given to be there again
@@ -36,6 +37,18 @@ class Peer:
     address: str
     engine: str | None = None
     keys: CurveKeys | None = None
+
+
+def check_peers(run_id: str, peers: Sequence[Peer]) -> None:
+    """ConfigError for a run id that no receiver would take, or peers that do not name every receiver rank once."""
+    if not re.fullmatch(m.RUN_ID_PATTERN, run_id):
+        raise ConfigError(
+            f"run id {run_id!r}: expected 1 to 64 letters, digits, dots, dashes or underscores, not starting with a "
+            "sign"
+        )
+    ranks = [peer.rank for peer in peers]
+    if not ranks or len(set(ranks)) != len(ranks):
+        raise ConfigError(f"peers: expected one per receiver rank, found ranks {ranks}")
 
 
 class PeerLink:

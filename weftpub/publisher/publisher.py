@@ -12,7 +12,6 @@ others are torn and fenced. After the record nothing is aborted; `recover` finis
 """
 
 import os
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,7 +26,7 @@ from weftpub.publisher.agreement import agree, as_data, as_error
 from weftpub.publisher.coordinator import Coordinator, FailurePolicy
 from weftpub.publisher.evidence import assemble, check_replicas, compare_sha256
 from weftpub.publisher.groups import RankGroup, SoloGroup
-from weftpub.publisher.peers import Peer, PeerLink, exchange
+from weftpub.publisher.peers import Peer, PeerLink, check_peers, exchange
 from weftpub.publisher.record import RecordKeeper
 from weftpub.publisher.recover import finish_commit
 from weftpub.publisher.report import PhaseClock, PublishReport, RecoveryReport
@@ -198,8 +197,8 @@ class Publisher:
             self._sender.end_publish()
 
     def take_over(self) -> None:
-        """Count from now on as a publisher that started just now: receivers that somebody else has talked to meanwhile,
-        as whoever starts an engine's receivers does, listen to this one again. On rank 0, between publishes.
+        """Count from now on as a publisher that started just now: receivers that listen to a publisher which started
+        later than this one listen to this one again, and refuse that one. On rank 0, between publishes.
         """
         self._started_ns = time.time_ns()
         self._coordinator = None
@@ -502,14 +501,7 @@ def _check_version(version: int) -> None:
 
 
 def _check_settings(run_id: str, peers: Sequence[Peer], max_staging_bytes: int, policy: str) -> None:
-    if not re.fullmatch(m.RUN_ID_PATTERN, run_id):
-        raise ConfigError(
-            f"run id {run_id!r}: expected 1 to 64 letters, digits, dots, dashes or underscores, not starting with a "
-            "sign"
-        )
-    ranks = [peer.rank for peer in peers]
-    if not ranks or len(set(ranks)) != len(ranks):
-        raise ConfigError(f"peers: expected one per receiver rank, found ranks {ranks}")
+    check_peers(run_id, peers)
     if max_staging_bytes < _LEAST_STAGING:
         raise ConfigError(
             f"max_staging_bytes: expected at least {_LEAST_STAGING}, found {max_staging_bytes}; 256 MiB suits most "

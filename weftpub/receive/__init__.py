@@ -2,7 +2,7 @@
 talks to.
 """
 
-from weftpub.receive.engine import EngineSide
+from weftpub.receive.engine import EngineSide, Readiness
 from weftpub.receive.receiver import Receiver
 from weftpub.receive.server import ReceiverThread, serve
 from weftpub.receive.views import BoundPlan, ReceiveViews
@@ -12,6 +12,7 @@ __all__ = [
     "BoundPlan",
     "EngineDescription",
     "EngineSide",
+    "Readiness",
     "ReceiveViews",
     "Receiver",
     "ReceiverThread",

@@ -2,19 +2,32 @@
 engine.
 
 One `EngineSide` stands for one engine rank (one process, one device). An adapter implements it; the receiver calls it
-from its own thread, one call
-at a time, in the order of the protocol: describe, pause, (the engine's own offload and resume of memory), live_tensors,
-post_process, commit, resume.
+from its own thread, one call at a time, in the order of the protocol: describe, pause, (the engine's own offload and
+resume of memory), live_tensors, post_process, commit, resume.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 
 from weftpub.wire.description import EngineDescription
 
-__all__ = ["EngineSide"]
+__all__ = ["EngineSide", "Readiness"]
+
+
+@dataclass(frozen=True)
+class Readiness:
+    """Whether an engine rank computes requests, or would.
+
+    Attributes:
+        why_not: why it would compute none if it was told to go on now; "" if it would.
+        resting: whether it computes none at this moment, because it was paused.
+    """
+
+    why_not: str = ""
+    resting: bool = False
 
 
 @runtime_checkable
@@ -40,6 +53,18 @@ class EngineSide(Protocol):
 
         False once an offload left their memory undefined.
         """
+        ...
+
+    def resident(self) -> bool:
+        """Whether the live tensors' memory is there, and will stay until the receiver has ended what it has begun.
+
+        Asked at every step of a receive, so it must cost nothing. An engine that is about to give the memory away
+        says False first, and then waits for the receiver.
+        """
+        ...
+
+    def readiness(self) -> Readiness:
+        """Whether requests are computed, or would be."""
         ...
 
     def pause(self) -> None:

@@ -1,10 +1,12 @@
 """One engine rank as a publisher sees it: a state machine that answers requests.
 
-    hello, describe, probe, status, drop, bye: in any state
+    hello, describe, probe, status, drop, bye: in any state; observers, who take no session, may only describe and ask
+               for the status
 
     set_plan   not while RECEIVING or VERIFIED; the part is checked against the live parameters
     pause      SERVING -> PAUSED
-    begin      PAUSED, COMMITTED, TORN -> RECEIVING; the views are made from the live parameters
+    begin      PAUSED, COMMITTED, TORN -> RECEIVING; the views are made from the live parameters, whose memory is asked
+               for once more then: an engine that gives it away looks for a receive first
     chunk      RECEIVING; open, copy, wait for the copy, let go, answer. The first makes it dirty
     verify     RECEIVING -> VERIFIED; all arrived, post_process ran once, checksums of the live views agree
     commit     VERIFIED -> COMMITTED; told by a publisher whose record is on disk
@@ -20,6 +22,7 @@ The receiver does no I/O of its own but opening offers, and holds no lock: one t
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -27,7 +30,7 @@ from weftpub.errors import StateError
 from weftpub.plan import PlanPart
 from weftpub.plan.views import listing
 from weftpub.receive.copies import CopyPlans, LayoutMemory
-from weftpub.receive.engine import EngineSide
+from weftpub.receive.engine import EngineSide, Readiness
 from weftpub.receive.reception import Reception
 from weftpub.receive.views import BoundPlan
 from weftpub.transport import ReceiveTransport, TransportKind, open_receive_transports
@@ -38,6 +41,7 @@ from weftpub.wire.identity import local_identity
 __all__ = ["Receiver"]
 
 _LONGEST_ERROR = 8000  # characters of an error or a reason that travel
+_OBSERVERS = 16  # sessions of observers that are remembered; an older one has to greet again
 
 
 @dataclass
@@ -74,6 +78,7 @@ class Receiver:
         self._silence = silence
         self._state = VersionState.started(version)
         self._session: _Session | None = None
+        self._observers: deque[str] = deque(maxlen=_OBSERVERS)
         self._bound: BoundPlan | None = None
         self._plans: CopyPlans | None = None
         self._layouts = LayoutMemory()
@@ -107,6 +112,8 @@ class Receiver:
             )
         if isinstance(request, m.Hello):
             return self._hello(request)
+        if request.session in self._observers:
+            return self._observed(request)
         if self._session is None or request.session != self._session.session:
             raise StateError(
                 f"request of session {request.session[:8]}, which is not the present one: a later publisher took "
@@ -125,8 +132,8 @@ class Receiver:
         try:
             status = self.status()
         except Exception as second:  # the engine cannot even say whether its weights are whole: then they are not
-            status = self._report(intact=False)
-            error.add_note(f"and weights_intact raised {type(second).__name__}: {second}")
+            status = self._report(intact=False, readiness=Readiness("its engine cannot say", resting=False))
+            error.add_note(f"and the engine's own account raised {type(second).__name__}: {second}")
         text = "; ".join((str(error), *getattr(error, "__notes__", ())))
         name = m.plain_text(type(error).__name__, 200)
         return m.Failed(request=request, status=status, error=name, message=m.plain_text(text, _LONGEST_ERROR))
@@ -140,9 +147,10 @@ class Receiver:
 
     def status(self) -> m.StatusReport:
         """Where this rank stands, as it is reported. Raises what the engine raises."""
-        return self._report(intact=self._state.held is not None and self._engine.weights_intact())
+        intact = self._state.held is not None and self._engine.weights_intact()
+        return self._report(intact=intact, readiness=self._engine.readiness())
 
-    def _report(self, *, intact: bool) -> m.StatusReport:
+    def _report(self, *, intact: bool, readiness: Readiness) -> m.StatusReport:
         state = self._state
         version = state.incoming if state.state is EngineState.VERIFIED else state.held
         return m.StatusReport(
@@ -154,6 +162,9 @@ class Receiver:
             reason=state.reason,
             plan_digest="" if self._bound is None else self._bound.part.plan_digest,
             intact=intact,
+            may_serve=not readiness.why_not,
+            why_not=m.plain_text(readiness.why_not, _LONGEST_ERROR),
+            resting=readiness.resting,
         )
 
     def close(self) -> None:
@@ -166,6 +177,10 @@ class Receiver:
 
     def _hello(self, request: m.Hello) -> m.Reply:
         present = self._session
+        if request.role == "observer":
+            if request.session not in self._observers:
+                self._observers.append(request.session)
+            return self._welcome(request)
         if request.role == "sender":
             if present is None or present.session != request.session:
                 raise StateError(
@@ -174,12 +189,30 @@ class Receiver:
                 )
         elif present is None or present.session != request.session:
             if present is not None and request.started_ns <= present.started_ns:
-                raise StateError("a publisher that started later has taken over; this one is stale and must end")
+                raise StateError(
+                    "a publisher that started later has taken over; this one is stale and must end, or call "
+                    "take_over() if it is the one that counts"
+                )
             if self._state.state is EngineState.RECEIVING:
                 self._give_up(f"another publisher took over in the middle of version {self._state.incoming}")
             self._close_transports()
             self._session = _Session(request.session, request.started_ns)
         self._heard = time.monotonic()
+        return self._welcome(request)
+
+    def _observed(self, request: m.Request) -> m.Reply:
+        """Answer an observer. What it says is no word of the publisher."""
+        if isinstance(request, m.Describe):
+            return self._describe(request)
+        if isinstance(request, m.Bye):
+            self._observers.remove(request.session)
+        elif not isinstance(request, m.Status):
+            raise StateError(
+                f"an observer may only describe and ask for the status, found {request.kind}; publish with a Publisher"
+            )
+        return self._done(request)
+
+    def _welcome(self, request: m.Hello) -> m.Reply:
         return m.Welcome(
             request=request.request,
             status=self.status(),
@@ -268,6 +301,7 @@ class Receiver:
         reception = Reception(self.rank, request, bound, self._plans, self._engine.live_tensors())
         self._state.begin(request.version)
         self._reception = reception
+        self._require_resident()  # an engine that gave its memory away before this saw no receive to wait for
         return self._done(request)
 
     def _chunk(self, request: m.ChunkMessage) -> m.Reply:
@@ -332,7 +366,16 @@ class Receiver:
                 f"the engine is {self._state.state} and receives no version, not even {version}; begin it first"
             )
         reception.require(version, nonce)
+        self._require_resident()
         return reception
+
+    def _require_resident(self) -> None:
+        """Raises StateError, and the receive ends, if the engine gives away, or gave away, the weights' memory."""
+        if self._engine.resident():
+            return
+        reason = f"the engine releases the memory of its weights while version {self._state.incoming} arrives"
+        self._give_up(reason)
+        raise StateError(f"{reason}; release before a publish, or after it, and publish again in full")
 
     def _check_unmoved(self) -> None:
         """What was verified is what will be served: an offload in between would leave other memory there."""

@@ -10,13 +10,14 @@ and told at every step of the protocol.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from weftpub.memory import SharedAllocation, SharedState
 from weftpub.plan.coincide import SETTINGS_KEY
-from weftpub.receive.engine import EngineSide
+from weftpub.receive.engine import EngineSide, Readiness
 from weftpub.wire.description import EngineDescription
 from weftpub.wire.identity import local_identity
 
@@ -53,9 +54,14 @@ class SharedEngineSide:
         """Whether the engine's own weights and the shared bytes both hold the committed version."""
         return self.engine.weights_intact() and self.memory.standing().servable
 
-    def why_not(self) -> str | None:
-        """Why the shared bytes must not be served, None if they may be."""
-        return self.memory.standing().obstacle(local_identity())
+    def resident(self) -> bool:
+        """See `EngineSide`; shared memory is always there."""
+        return self.engine.resident()
+
+    def readiness(self) -> Readiness:
+        """See `EngineSide`; requests also wait while the shared bytes must not be served."""
+        own = self.engine.readiness()
+        return own if own.why_not else replace(own, why_not=self.memory.standing().obstacle(local_identity()) or "")
 
     def pause(self) -> None:
         """See `EngineSide`; then the trainer may write."""

@@ -4,7 +4,8 @@ A request carries the run id, the session of the publisher that sends it and a r
 receiver refuses what does not belong to its run, to its present session or to the publish that is under way. Requests,
 in the order of a publish:
 
-    hello      a publisher introduces itself; a later one of the same run replaces an earlier one
+    hello      a publisher introduces itself; a later one of the same run replaces an earlier one. Or an observer, who
+               replaces nobody and may only describe, status and bye
     describe   what parameters does this rank have
     probe      can you open this little buffer: finds out whether a transport works between the two processes
     set_plan   the rank's part of the plan; checked against the live parameters
@@ -90,12 +91,13 @@ class Hello(_Request):
     """Introduce a publisher.
 
     Attributes:
-        role: the coordinator opens a session, a sender joins one.
+        role: the coordinator opens a session, a sender joins one, an observer only asks (`describe`, `status`) and
+            leaves whoever publishes alone.
         started_ns: wall clock at the coordinator's start; a session gives way only to one that started later.
     """
 
     kind: Literal["hello"] = "hello"
-    role: Literal["coordinator", "sender"]
+    role: Literal["coordinator", "sender", "observer"]
     started_ns: int = Field(ge=0)
     identity: Identity
 
@@ -288,6 +290,9 @@ class StatusReport(_Message):
         lost, reason: what a torn engine lost, and why.
         plan_digest: of the plan it was given, "" without one.
         intact: whether the live weights hold `version`.
+        may_serve: whether the engine rank would compute requests if it was told to go on.
+        why_not: why it would not; "" if it would.
+        resting: whether it computes none at this moment, because it was paused.
     """
 
     state: EngineState
@@ -298,6 +303,9 @@ class StatusReport(_Message):
     reason: str
     plan_digest: str
     intact: bool
+    may_serve: bool
+    why_not: str
+    resting: bool
 
 
 class _Reply(_Message):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from weftpub.errors import ConfigError, StateError, TornError
-from weftpub.receive import EngineDescription
+from weftpub.receive import EngineDescription, Readiness
 from weftpub_adapters.sglang.build import ServedModel
 from weftpub_adapters.sglang.derived import post_process_weights
 from weftpub_adapters.sglang.describe import describe_model, live_tensors
@@ -77,6 +77,17 @@ class SGLangEngine:
     def weights_intact(self) -> bool:
         """False before the first commit, and from an offload until the next commit."""
         return self._intact
+
+    def resident(self) -> bool:
+        """Whether the parameters have memory."""
+        return self._resident
+
+    def readiness(self) -> Readiness:
+        """Whether requests would be answered, and why not."""
+        why_not = "" if self._intact else "no version is committed in its weights"
+        if not self._resident:
+            why_not = "the memory of its weights is offloaded"
+        return Readiness(self._fenced or why_not, resting=self._paused)
 
     def pause(self) -> None:
         """Stop serving."""

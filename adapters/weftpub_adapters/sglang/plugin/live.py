@@ -17,7 +17,7 @@ import torch
 
 from weftpub.errors import StateError, TornError
 from weftpub.plan.types import digest_of
-from weftpub.receive import EngineDescription
+from weftpub.receive import EngineDescription, Readiness
 from weftpub_adapters.sglang.derived import post_process_weights
 from weftpub_adapters.sglang.describe import describe_live, live_tensors, plain_config
 from weftpub_adapters.sglang.parallel import parallel_sizes
@@ -72,16 +72,26 @@ class LiveEngine:
     def may_serve(self) -> bool:
         """Whether a request may be computed: committed weights, all memory there, told to resume."""
         with self._lock:
-            return self._open and self._intact and self._resident and not self._scheduler.weight_updater.offload_tags
+            return not self.why_not()
 
     def why_not(self) -> str:
-        """Why it may not serve, in words."""
+        """Why it may not serve, in words; "" if it may."""
         away = sorted(self._scheduler.weight_updater.offload_tags)
         if self._fenced:
             return f"the weights are torn: {self._fenced}"
-        if away:
-            return f"the memory of {', '.join(away)} is released"
-        return "no version is committed in its weights" if not self._intact else "its publisher has not let it resume"
+        if away or not self._resident:
+            return f"the memory of {', '.join(away) or 'weights'} is released"
+        if not self._intact:
+            return "no version is committed in its weights"
+        return "" if self._open else "its publisher has not let it resume"
+
+    def resident(self) -> bool:
+        """See `EngineSide`. False from the moment at which a release was asked for."""
+        return self._resident
+
+    def readiness(self) -> Readiness:
+        """See `EngineSide`; at rest is a scheduler that SGLang has paused."""
+        return Readiness(self.why_not(), resting=bool(self._scheduler._engine_paused))
 
     def describe(self) -> EngineDescription:
         """This rank as it is now; StateError while its memory is released, ConfigError if it cannot be published to."""
@@ -173,7 +183,9 @@ class LiveEngine:
             self._open, self._intact, self._fenced = False, False, reason
 
     def memory_released(self) -> None:
-        """The scheduler is about to release the weights' memory: from here on it holds nothing."""
+        """The scheduler is about to release the weights' memory: from here on no receive begins, and it holds nothing
+        that may be served. One that has begun still has its memory; see `WorkerReceiver.await_quiet`.
+        """
         with self._lock:
             self._resident, self._intact = False, False
             self._releases += 1

@@ -81,7 +81,8 @@ class WorkerReceiver:
     def await_quiet(self) -> None:
         """Return when no bytes are on their way into the weights: their memory must not go from under a copy.
 
-        A publisher that falls silent is given up after `silence` seconds, so this ends.
+        Called once `live` says that the memory goes: then the next word of the publisher ends the receive. One that
+        falls silent is given up after `silence` seconds, so this ends.
         """
         until = time.monotonic() + self.settings.silence + _THREAD_S
         while self.running and self.receiver.state.state is EngineState.RECEIVING and time.monotonic() < until:
