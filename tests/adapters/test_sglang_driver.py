@@ -59,6 +59,7 @@ class FakeEngine:
         self.busy = 0  # flushes that still fail
         self.keeps = False  # memory that is not freed although release answers
         self.silent = ""  # the call that does not answer
+        self.deaf = 0  # looks at its workers in which they still rest after continue_
 
     def start_receivers(self, run_id: str, directory: Any, *, first_rank: int = 0, version: int | None = None) -> Any:
         return [Peer(first_rank, f"ipc:///{self.name}", self.name)]
@@ -79,6 +80,12 @@ class FakeEngine:
             raise FatalAssertion("a forward pass without memory")
         self.calls.append("continue")
         self.paused = False
+
+    @property
+    def resting(self) -> bool:
+        """Whether its workers say that they rest."""
+        self.deaf -= not self.paused
+        return self.paused or self.deaf >= 0
 
     def flush(self) -> bool:
         self.busy -= 1
@@ -129,10 +136,7 @@ class FakePublisher:
         self.left_out: dict[str, str] = {}
         self.versions: dict[str, int | None] = dict.fromkeys(self.states)
         self.absent: set[str] = set()  # engines that cannot be described
-        self.taken_over = 0
-
-    def take_over(self) -> None:
-        self.taken_over += 1
+        self.refusals: dict[str, str] = {}  # why an engine's worker would not go on
 
     def pause(self) -> None:
         for name, state in self.states.items():
@@ -176,10 +180,19 @@ class FakePublisher:
                 self.states[name] = EngineState.SERVING
 
     def status(self) -> dict[int, StatusReport]:
-        fields: dict[str, Any] = {"digest": "", "incoming": None, "lost": None, "reason": "", "plan_digest": ""}
+        fields: dict[str, Any] = {"digest": "", "incoming": None, "lost": None, "plan_digest": ""}
         return {
-            rank: StatusReport(state=state, version=self.versions[name], intact=state is not EngineState.TORN, **fields)
-            for rank, (name, state) in enumerate(self.states.items())
+            rank: StatusReport(
+                state=state,
+                version=self.versions[name],
+                intact=state is not EngineState.TORN,
+                reason=self.reasons.get(name, ""),
+                may_serve=name not in self.refusals,
+                why_not=self.refusals.get(name, ""),
+                resting=engine.resting,
+                **fields,
+            )
+            for rank, (engine, (name, state)) in enumerate(zip(self.engines, self.states.items(), strict=True))
         }
 
 
@@ -383,8 +396,7 @@ def test_a_failed_engine_is_left_out_and_rejoins_after_a_restart(gpu: FakeGpu) -
 
 
 def test_an_engine_that_was_away_at_the_first_drain_joins_all_the_same(gpu: FakeGpu) -> None:
-    """An engine that had died before the first drain was restarted and published to, and was held for torn for ever;
-    and its receivers refused the publisher, because starting them had asked them over a later one."""
+    """An engine that had died before the first drain was restarted and published to, and was held for torn for ever."""
     first, second = FakeEngine(gpu, "a"), FakeEngine(gpu, "b")
     publisher = FakePublisher(first, second)
     publisher.absent = {"b"}
@@ -394,7 +406,6 @@ def test_an_engine_that_was_away_at_the_first_drain_joins_all_the_same(gpu: Fake
     restarted = FakeEngine(gpu, "b")
     publisher.engines[1] = restarted
     step.rejoin(restarted)
-    assert publisher.taken_over == 1
     step.publish(1, {})
     step.continue_()
     assert (restarted.version, restarted.paused) == ("1", False)
@@ -410,6 +421,72 @@ def test_a_drain_that_fails_leaves_an_engine_that_can_go_on(engine: FakeEngine, 
         step.drain()
     step.continue_()
     assert not engine.paused
+
+
+def test_a_restarted_engine_of_an_older_version_stays_out_until_it_is_published_to(gpu: FakeGpu) -> None:
+    """An engine was restarted from an old export, its receivers said so, and it served the old version beside others
+    that served the present one."""
+    first, second = FakeEngine(gpu, "a"), FakeEngine(gpu, "b")
+    publisher = FakePublisher(first, second)
+    step = colocated([first, second], publisher, gpu)
+    step.drain()
+    step.publish(4, {})
+    step.continue_()
+    step.drain()
+    for version in (3, 4):
+        restarted = publisher.engines[1] = FakeEngine(gpu, "b")
+        publisher.states["b"], publisher.versions["b"] = EngineState.PAUSED, version
+        step.rejoin(restarted)
+        if version == 3:
+            with pytest.raises(TornError, match="was restarted and holds version 3, version 4 was committed last"):
+                step.continue_()
+            assert restarted.paused
+    step.continue_()
+    assert (restarted.paused, restarted.version) == (False, "4")
+
+
+def test_a_worker_that_would_not_go_on_is_named_and_nothing_is_told_to_go_on(
+    engine: FakeEngine, publisher: FakePublisher, step: ColocatedEngine
+) -> None:
+    """A worker refused to go on and only its log said so: the engine was called serving, and its requests waited."""
+    step.drain()
+    step.publish(1, {})
+    publisher.refusals = {"sglang": "the memory of kv_cache is released"}
+    with pytest.raises(StateError, match="workers refuse: receiver rank 0: the memory of kv_cache is released"):
+        step.continue_()
+    assert "continue" not in engine.calls
+    publisher.refusals = {}
+    step.continue_()
+    assert step.standing["sglang"].phase is EnginePhase.SERVING
+
+
+def test_going_on_is_seen_not_assumed(engine: FakeEngine, publisher: FakePublisher, step: ColocatedEngine) -> None:
+    step.drain()
+    step.publish(1, {})
+    engine.deaf = 3  # its scheduler is slow to hear
+    step.continue_()
+    assert step.standing["sglang"].phase is EnginePhase.SERVING
+    step.drain()
+    engine.deaf = 10**6
+    with pytest.raises(DeadlineError, match=r"engine sglang, receiver ranks \[0\]: still at rest .* after continue_"):
+        step.continue_()
+    assert step.standing["sglang"].phase is EnginePhase.DRAINED
+    assert engine.calls[-2:] == ["continue", "pause retract"]
+
+
+def test_an_engine_that_does_not_go_on_is_left_out_where_the_policy_says_so(gpu: FakeGpu) -> None:
+    first, second = FakeEngine(gpu, "a"), FakeEngine(gpu, "b")
+    step = colocated([first, second], FakePublisher(first, second), gpu, on_engine_failure="continue")
+    step.drain()
+    step.publish(1, {})
+    second.deaf = 10**6
+    step.continue_()
+    assert "still at rest" in step.standing["b"].out
+    assert (step.standing["a"].phase, step.standing["b"].phase) == (EnginePhase.SERVING, EnginePhase.DRAINED)
+    first.deaf = 10**6
+    step.drain()
+    with pytest.raises(DeadlineError, match="engine a, receiver ranks"):
+        step.continue_()
 
 
 def test_a_commit_that_the_driver_did_not_hear_of_is_told_before_serving(

@@ -10,7 +10,8 @@ import stat
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 
 from weftpub.errors import ChannelError, ConfigError, DeadlineError, StateError
-from weftpub_adapters.sglang.driver import DriverDeadlines, EngineHandle, HttpEngine, local
+from weftpub_adapters.sglang.driver import Completion, DriverDeadlines, EngineHandle, HttpEngine, local
 from weftpub_adapters.sglang.driver.loop import LoopThread
 from weftpub_adapters.sglang.driver.model_directory import write_engine_directory
 from weftpub_adapters.sglang.driver.requests import Ask, RequestDesk
@@ -38,6 +39,7 @@ class Server:
         self.status = 200
         self.started: tuple[int, Any] = (400, {"success": False, "message": "no such backend: weftpub"})
         self.headers: list[str | None] = []
+        self.hold = False  # keep answers to generate back
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -72,6 +74,7 @@ class Server:
 
     def _respond(self, path: str, body: Any) -> tuple[int, Any]:
         if path == "generate":
+            wait_for(lambda: not self.hold)
             meta = {"finish_reason": LENGTH, "weight_version": self.version}
             if body["return_logprob"]:
                 meta["output_token_logprobs"] = [[-0.25, 7, None], [-0.5, 8, None]]
@@ -198,27 +201,58 @@ def test_settings_count_only_from_a_file_of_ones_own(tmp_path: Path) -> None:
 
 
 class Slow:
-    """An engine that answers when it is told to, or aborts."""
+    """SGLang's tokenizer manager and scheduler as they treat requests and aborts, after the source of 0.5.23.
+
+    The tokenizer manager passes one abort of a request on and ignores later ones (`ReqState.abort_sent`); while it is
+    paused it keeps requests that it has not passed on. The scheduler ignores the abort of a request that it does not
+    have; a paused one gives a request back at once.
+    """
 
     def __init__(self) -> None:
         self.asked: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self.prompts: list[list[int]] = []
-        self.deaf = 0  # aborts that are ignored, as one for a request that has not arrived is
+        self.version = 1
+        self.scheduled: dict[str, list[str]] = {}  # requests that the scheduler has; the versions of their tokens
+        self.aborted: set[str] = set()  # whose abort was passed on
+        self.on_the_way = False  # whether requests stay in the tokenizer manager
 
     async def send(self, request: str, ask: Ask) -> dict[str, Any]:
         self.prompts.append(ask.prompt)
         self.asked[request] = asyncio.get_running_loop().create_future()
+        if not self.on_the_way:
+            self.scheduled[request] = []
         return await self.asked[request]
 
     async def cancel(self, request: str) -> None:
-        self.deaf -= 1
-        if self.deaf < 0:
+        if request in self.aborted or request not in self.asked:
+            return
+        self.aborted.add(request)
+        if request in self.scheduled:
             self.answer(request, {"type": "abort", "message": "aborted"})
+
+    def arrive(self) -> None:
+        """Requests that were on the way reach the scheduler."""
+        self.scheduled.update({request: [] for request in self.asked.keys() - self.scheduled.keys()})
+
+    def compute(self) -> None:
+        """A token for every request."""
+        for tokens in self.scheduled.values():
+            tokens.append(str(self.version))
 
     def answer(self, request: str, reason: dict[str, Any]) -> None:
         future = self.asked.pop(request)
-        meta = {"finish_reason": reason, "weight_version": "1"}
-        future.get_loop().call_soon_threadsafe(future.set_result, {"output_ids": [1], "meta_info": meta})
+        tokens = self.scheduled.pop(request)
+        spans = [
+            {"version": version, "start": tokens.index(version), "end": tokens.index(version) + tokens.count(version)}
+            for version in dict.fromkeys(tokens)
+        ]
+        meta = {"finish_reason": reason, "weight_version": str(self.version), "weight_versions": spans}
+        found = {"output_ids": [1] * len(tokens), "meta_info": meta}
+        future.get_loop().call_soon_threadsafe(future.set_result, found)
+
+    def answer_all(self) -> None:
+        for request in list(self.scheduled):
+            self.answer(request, {"type": "length"})
 
 
 def wait_for(condition: Any) -> None:
@@ -228,40 +262,118 @@ def wait_for(condition: Any) -> None:
         time.sleep(0.005)
 
 
-def test_requests_are_held_drained_and_restarted_from_their_prompts() -> None:
+@dataclass
+class Desk:
+    """A desk, the engine behind it, and threads that ask it."""
+
+    engine: Slow
+    desk: RequestDesk
+    loop: LoopThread
+    pool: ThreadPoolExecutor
+
+    def ask(self, prompt: list[int]) -> Future[Completion]:
+        count = len(self.engine.asked)
+        asked = self.pool.submit(
+            lambda: self.desk.generate(
+                [prompt], {}, logprobs=False, score_from=None, seconds=20.0, require_alive=lambda: None
+            )[0]
+        )
+        if self.desk._open.is_set():
+            wait_for(lambda: len(self.engine.asked) == count + 1)
+        return asked
+
+    def wait(self, work: Any, phase: str, seconds: float = 10.0) -> None:
+        self.loop.call(work, peer="engine", phase=phase, seconds=seconds, cause="")
+
+
+@pytest.fixture
+def desk() -> Iterator[Desk]:
     engine, loop = Slow(), LoopThread("test")
-    desk = RequestDesk("sglang", loop, engine.send, engine.cancel)
-    waits: dict[str, Any] = {"peer": "engine", "seconds": 10.0, "cause": ""}
-
-    def generate(prompt: list[int]) -> Any:
-        return desk.generate([prompt], {}, logprobs=False, score_from=None, seconds=20.0, require_alive=lambda: None)[0]
-
     with ThreadPoolExecutor(4) as pool:
-        first = pool.submit(generate, [1])
-        wait_for(lambda: len(engine.asked) == 1)
-        desk.hold()
-        second = pool.submit(generate, [2])
-        with pytest.raises(DeadlineError, match="engine: no answer in phase drain"):
-            loop.call(desk.ended(), phase="drain", **{**waits, "seconds": 0.3})
-        assert engine.prompts == [[1]]
-        engine.deaf = 1
-        loop.call(desk.take_back(), phase="restart", **waits)
-        assert desk.running == 0
-        assert not first.done()
-        desk.admit()
-        wait_for(lambda: len(engine.asked) == 2)
-        for request in list(engine.asked):
-            engine.answer(request, {"type": "length"})
-        assert (first.result(10).attempts, second.result(10).attempts) == (2, 1)
-        assert sorted(engine.prompts) == [[1], [1], [2]]
-        third = pool.submit(generate, [3])
-        wait_for(lambda: len(engine.asked) == 1)
-        engine.answer(next(iter(engine.asked)), {"type": "abort"})
-        assert third.result(10).finish == "abort"
-    loop.close()
-    loop.close()
+        yield Desk(engine, RequestDesk("sglang", loop, engine.send, engine.cancel), loop, pool)
+        loop.close()
+
+
+def test_requests_are_held_drained_and_restarted_from_their_prompts(desk: Desk) -> None:
+    engine = desk.engine
+    first = desk.ask([1])
+    engine.compute()
+    desk.desk.hold()
+    wait_for(lambda: not desk.desk._open.is_set())
+    second = desk.ask([2])
+    with pytest.raises(DeadlineError, match="engine: no answer in phase drain"):
+        desk.wait(desk.desk.ended(), "drain", 0.3)
+    assert engine.prompts == [[1]]
+    desk.wait(desk.desk.take_back(), "restart")
+    wait_for(lambda: desk.desk.running == 0)
+    assert not first.done()
+    engine.version = 2
+    desk.desk.admit()
+    wait_for(lambda: len(engine.asked) == 2)
+    engine.compute()
+    engine.answer_all()
+    assert (first.result(10).attempts, second.result(10).attempts) == (2, 1)
+    assert [[span.version for span in one.result(10).versions] for one in (first, second)] == [["2"], ["2"]]
+    assert sorted(engine.prompts) == [[1], [1], [2]]
+    third = desk.ask([3])
+    engine.answer(next(iter(engine.asked)), {"type": "abort"})
+    assert third.result(10).finish == "abort"
+    desk.loop.close()
     with pytest.raises(StateError, match="shut down"):
-        generate([4])
+        desk.desk.generate([[4]], {}, logprobs=False, score_from=None, seconds=1.0, require_alive=lambda: None)
+
+
+def test_a_restart_waits_for_no_request_that_is_still_on_its_way(desk: Desk) -> None:
+    """An abort that came before its request was lost, the same abort again was ignored by SGLang, and a restart waited
+    for the whole answer, or until its deadline."""
+    engine = desk.engine
+    engine.on_the_way = True
+    first = desk.ask([1])
+    desk.desk.hold()
+    desk.wait(desk.desk.take_back(), "restart", 2.0)
+    engine.arrive()
+    engine.version = 2
+    desk.desk.admit()
+    engine.compute()
+    engine.answer_all()
+    answer = first.result(10)
+    assert ([span.version for span in answer.versions], answer.attempts) == (["2"], 1)
+
+
+def test_a_request_that_cannot_be_aborted_again_begins_again(desk: Desk) -> None:
+    """Its abort was lost at one publish, and ignored at the next: it kept tokens of the version before."""
+    engine = desk.engine
+    engine.on_the_way = True
+    first = desk.ask([1])
+    desk.wait(desk.desk.take_back(), "restart")
+    engine.arrive()
+    engine.compute()
+    engine.on_the_way = False
+    desk.wait(desk.desk.take_back(), "restart")
+    engine.version = 2
+    engine.compute()
+    engine.answer_all()
+    wait_for(lambda: len(engine.asked) == 1)
+    engine.compute()
+    engine.answer_all()
+    answer = first.result(10)
+    assert ([span.version for span in answer.versions], answer.attempts) == (["2"], 2)
+    assert engine.prompts == [[1], [1]]
+
+
+def test_a_restart_pauses_before_it_aborts(server: Server, engine: HttpEngine) -> None:
+    """What an abort misses in a paused engine has no token yet."""
+    server.hold = True
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(engine.generate, [[1]], {"max_new_tokens": 2}, seconds=20.0)
+        wait_for(lambda: engine.in_flight == 1)
+        engine.pause("restart")
+        assert [path for path, _ in server.calls if path != "generate"] == ["pause_generation", "abort_request"]
+        (request,) = {body["rid"] for path, body in server.calls if path in ("generate", "abort_request")}
+        assert request.startswith("weftpub-")
+        server.hold = False
+        engine.continue_()
+        assert asked.result(20)[0].tokens == (7, 8)
 
 
 def test_an_engine_outside_of_the_main_thread_needs_a_handler_for_its_dead_workers() -> None:

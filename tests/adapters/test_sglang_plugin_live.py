@@ -1,15 +1,19 @@
 """A worker's engine side on SGLang's real layers, with a scheduler that says what it is told to."""
 
+import asyncio
 import json
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from weftpub.errors import ConfigError, StateError, TornError
-from weftpub.receive import EngineSide
+from weftpub.errors import ConfigError, DeadlineError, StateError, TornError
+from weftpub.receive import EngineSide, Readiness
 from weftpub_adapters.sglang import build_model
+from weftpub_adapters.sglang.driver import DriverDeadlines, LocalEngine
 from weftpub_adapters.sglang.plugin import hooks
 from weftpub_adapters.sglang.plugin.checks import faults_of, refuse_unfit
 from weftpub_adapters.sglang.plugin.live import LiveEngine
@@ -86,6 +90,32 @@ def test_a_worker_serves_only_what_was_committed_in_memory_that_stayed(scheduler
     engine.commit(3)
     engine.resume()
     assert (engine.may_serve, engine.fenced) == (True, "")
+    assert engine.readiness() == Readiness("", resting=True)
+    scheduler.weight_updater.offload_tags.add("kv_cache")
+    scheduler._engine_paused = False
+    assert engine.readiness() == Readiness("the memory of kv_cache is released", resting=False)
+
+
+def test_a_release_refuses_new_receives_before_it_looks_for_old_ones(
+    scheduler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look for a receive under way and the release one more began, and wrote into memory that went."""
+    engine = live(scheduler, version=1)
+    seen: list[bool] = []
+    worker = SimpleNamespace(live=engine, await_quiet=lambda: seen.append(engine.resident()))
+    monkeypatch.setattr(hooks, "worker_of", lambda scheduler: worker)
+    updater = SimpleNamespace(scheduler=scheduler)
+
+    def release(updater: Any, request: Any) -> str:
+        return "released"
+
+    assert hooks._release(release, updater, SimpleNamespace(tags=["kv_cache"])) == "released"
+    assert (seen, engine.resident()) == ([], True)
+    assert hooks._release(release, updater, SimpleNamespace(tags=["weights"])) == "released"
+    assert (seen, engine.resident()) == ([False], False)
+    assert hooks._resume(release, updater, SimpleNamespace(tags=None)) == "released"
+    assert engine.resident()
+    assert not engine.weights_intact()
 
 
 def test_a_scheduler_that_works_is_not_taken_for_one_at_rest(scheduler: Any) -> None:
@@ -174,3 +204,111 @@ def test_a_worker_tells_what_is_missing(scheduler: Any, monkeypatch: pytest.Monk
     plugin: Any = live(scheduler).describe().settings["plugin"]
     assert plugin["memory_saver"] is True
     assert plugin["planner_loaded"] is False
+
+
+class Grammars:
+    """A grammar backend whose compilations end when the test says so."""
+
+    def __init__(self) -> None:
+        self.compiling: Future[Any] = Future()
+        self.enable_strict_thinking = False
+
+    def get_request_grammar_key(self, key: Any, **_: Any) -> Any:
+        return key
+
+    def get_cached_or_future_value(self, key: Any, reasoning: bool) -> tuple[Any, bool]:
+        return self.compiling, False
+
+    def set_cache(self, key: Any, value: Any) -> None: ...
+
+    def reset(self) -> None: ...
+
+
+def test_requests_that_wait_for_their_grammar_do_not_keep_a_paused_engine_busy(
+    scheduler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A paused scheduler never looked into its grammar queue, counted what was there as work, and could neither be
+    flushed nor released: draining the engine ended at its deadline."""
+    from sglang.srt.constrained.grammar_manager import GrammarManager
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    grammars: Any = GrammarManager.__new__(GrammarManager)
+    backend = Grammars()
+    vars(grammars).update(
+        scheduler=scheduler,
+        grammar_queue=[],
+        grammar_backend=backend,
+        _enable_strict_thinking=False,
+        grammar_sync_size=1,
+        pp_rank=0,
+        pp_size=1,
+        pp_group=None,
+        SGLANG_GRAMMAR_POLL_INTERVAL=0.01,
+        SGLANG_GRAMMAR_MAX_POLL_ITERATIONS=100,
+    )
+    nothing = SimpleNamespace(is_empty=lambda: True, any_staging_reqs=lambda: False)
+    vars(scheduler).update(
+        grammar_manager=grammars,
+        waiting_queue=[],
+        running_batch=nothing,
+        chunked_req=None,
+        dllm_manager=nothing,
+        last_batch=None,
+        enable_overlap=True,
+        result_queue=deque(),
+        _pp_microbatches_drained=lambda: True,
+        enable_hisparse=False,
+        enable_hierarchical_cache=False,
+        enable_lmcache=False,
+    )
+    scheduler._add_request_to_queue = scheduler.waiting_queue.append
+    request = Req("a", "", [1], SamplingParams(json_schema="{}"), vocab_size=10)
+    assert grammars.process_req_with_grammar(request)
+    monkeypatch.setattr(hooks, "worker_of", lambda scheduler: SimpleNamespace(running=True))
+
+    def turn(scheduler: Any) -> None: ...
+
+    def idle() -> bool:
+        return Scheduler.is_fully_idle(scheduler, ignore_waiting=True)
+
+    hooks._rest(turn, scheduler)
+    assert not idle()  # it compiles
+    backend.compiling.set_result(SimpleNamespace(copy=lambda: None))
+    hooks._rest(turn, scheduler)
+    assert idle()
+    assert (scheduler.waiting_queue, grammars.grammar_queue) == ([request], [])
+    assert request.grammar is not backend.compiling
+
+
+def test_a_reply_that_comes_late_is_nobodys_but_its_own() -> None:
+    """A flush was given up at its deadline. Its reply came later, and the next flush took it for its own: the cache of
+    a busy engine was called flushed."""
+    from sglang.srt.managers.communicator import FanOutCommunicator
+    from sglang.srt.managers.io_struct import FlushCacheReqOutput
+
+    sent: list[Any] = []
+    flushes: Any = FanOutCommunicator(sent.append, 1)
+    loop = asyncio.new_event_loop()
+
+    async def flush_cache(timeout_s: float) -> Any:
+        return (await flushes("flush"))[0]
+
+    manager = SimpleNamespace(flush_cache=flush_cache, _subprocess_watchdog=None)
+    engine: Any = SimpleNamespace(loop=loop, tokenizer_manager=manager, get_all_child_pids=list)
+    handle = LocalEngine(engine, deadlines=DriverDeadlines(*(0.2,) * 8))
+
+    def reply(success: bool) -> None:
+        loop.call_soon_threadsafe(flushes.handle_recv, FlushCacheReqOutput(success=success))
+
+    with pytest.raises(DeadlineError, match="phase flush"):
+        handle.flush()
+    with pytest.raises(DeadlineError, match="phase flush"):
+        handle.flush()
+    assert sent == ["flush"]  # the second waits for its turn, and is not sent behind anybody's back
+    reply(True)
+    loop.call_soon_threadsafe(loop.call_later, 0.05, reply, False)
+    assert not handle.flush()
+    assert sent == ["flush"] * 2
+    handle.shutdown()

@@ -140,6 +140,43 @@ def test_an_engine_that_comes_back_serves_what_is_there_and_drops_what_it_loaded
         first.memory.leave()
 
 
+def test_a_version_that_nobody_committed_is_seen_not_believed(served: ServedModel, folder: str) -> None:
+    """An engine was started from an export of version 3 while a trainer held the memory and had written other bytes
+    there; its receivers took the version from whoever started them, and served the trainer's unfinished work as 3."""
+    first = share(served, folder)
+    try:
+        assert first.loaded == 0
+        same = build_model(LAYOUTS["tp1"].config, **LAYOUTS["tp1"].request(0))
+        fill(same)
+        second = share(same, folder)
+        assert (second.filled, second.loaded) == (False, 0)  # it loaded what is there
+        store = store_over(first.memory)
+        write(store, 1)
+        other = build_model(LAYOUTS["tp1"].config, **LAYOUTS["tp1"].request(0))
+        fill(other)
+        third = share(other, folder)
+        assert third.loaded is None
+        for engine in (served, same, other):
+            with pytest.raises(ConfigError, match=r"\(generation 1, sealed\) are not those that it loaded"):
+                engine_side(SGLangEngine(engine), engine.model, 3)
+        assert first.memory.standing().committed is None
+        second.memory.leave()
+        third.memory.leave()
+    finally:
+        first.memory.leave()
+
+
+def test_a_version_whose_bytes_this_engine_loaded_is_committed(served: ServedModel, folder: str) -> None:
+    shared = share(served, folder)
+    try:
+        engine_side(SGLangEngine(served), served.model, 3)
+        standing = shared.memory.standing()
+        assert (standing.committed.version, standing.committed.generation, bool(standing.serving)) == (3, 0, True)
+        shared.memory.stop_serving()
+    finally:
+        shared.memory.leave()
+
+
 def test_the_side_asks_the_header(served: ServedModel, folder: str) -> None:
     plain = SGLangEngine(served)
     assert engine_side(plain, served.model) is plain

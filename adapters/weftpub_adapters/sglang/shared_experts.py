@@ -87,6 +87,7 @@ class SharedExperts:
         nbytes: bytes of these parameters.
         given_back: bytes of the GPU that came free, measured; None on a CPU.
         filled: whether this engine put its loaded weights there; else what the trainer has there is served.
+        loaded: the generation whose bytes are those that this engine loaded; None if others were there.
     """
 
     memory: SharedAllocation
@@ -95,6 +96,7 @@ class SharedExperts:
     nbytes: int = 0
     given_back: int | None = None
     filled: bool = False
+    loaded: int | None = None
 
 
 @torch.no_grad()
@@ -136,6 +138,7 @@ def share_experts(
                 target.view(torch.uint8).copy_(parameter.data.view(torch.uint8))
             _settle(device)
             memory.seal()
+        loaded = _generation_of(memory, targets)
         before = _free(device)
         for parameter, target in targets.values():
             parameter.data = target
@@ -144,7 +147,7 @@ def share_experts(
         memory.leave()
         raise
     nbytes = sum(target.nbytes for _, target in targets.values())
-    shared = SharedExperts(memory, tuple(targets), reasons, nbytes, given_back, filled)
+    shared = SharedExperts(memory, tuple(targets), reasons, nbytes, given_back, filled, loaded)
     setattr(model, _ATTRIBUTE, shared)
     logger.info(
         "weftpub: %d expert parameters, %d bytes, lie in memory shared with the trainer; %s bytes given back",
@@ -247,21 +250,14 @@ def engine_side(engine: EngineSide, model: torch.nn.Module, version: int | None 
         version: the published version that the engine serves already, None if none.
 
     Raises:
-        ConfigError: the memory's header says that the bytes are of another version. TornError: it says that they must
-            not be served.
+        ConfigError: the memory's header says that the bytes are of another version; or nothing was committed there, and
+            they are not those that this engine loaded. TornError: it says that they must not be served.
     """
     shared = shared_of(model)
     if shared is None:
         return engine
     if version is not None:
-        committed = shared.memory.standing().committed
-        if committed is not None and committed.version != version:
-            raise ConfigError(
-                f"the engine was said to serve version {version}, but version {committed.version} was committed last "
-                "in the memory that its experts share; start the receivers without a version, and publish"
-            )
-        if committed is None:
-            shared.memory.commit(version)
+        _require_version(shared, version)
         shared.memory.start_serving()
     return _SharedSide(engine, shared)
 
@@ -282,6 +278,41 @@ class _SharedSide(SharedEngineSide):
             "reasons": dict(self._shared.reasons),
         }
         return found.model_copy(update={"settings": {**found.settings, "shared_experts": shared}})
+
+
+def _require_version(shared: SharedExperts, version: int) -> None:
+    """See that the shared bytes are `version`; ConfigError if they are not.
+
+    What was committed is known by its header. Where nothing was, the bytes must be those that this engine loaded, as
+    the version is that of what it loaded: a trainer that came first has other ones there, or has written since.
+    """
+    remedy = "start the receivers without a version, and publish"
+    standing = shared.memory.standing()
+    if standing.committed is not None:
+        if standing.committed.version != version:
+            raise ConfigError(
+                f"the engine was said to serve version {version}, but version {standing.committed.version} was "
+                f"committed last in the memory that its experts share; {remedy}"
+            )
+        return
+    if standing.state is not SharedState.SEALED or standing.generation != shared.loaded:
+        raise ConfigError(
+            f"the engine was said to serve version {version}, but no version was committed in the memory that its "
+            f"experts share, and the bytes there (generation {standing.generation}, {standing.state}) are not those "
+            f"that it loaded; {remedy}"
+        )
+    shared.memory.commit(version)
+
+
+def _generation_of(memory: SharedAllocation, targets: "_Targets") -> int | None:
+    """The sealed generation in the memory if its bytes are those of the loaded parameters, else None."""
+    before = memory.standing()
+    same = before.state is SharedState.SEALED and all(
+        torch.equal(parameter.data.view(torch.uint8), target.view(torch.uint8))
+        for parameter, target in targets.values()
+    )
+    after = memory.standing()
+    return before.generation if same and (after.state, after.generation) == (before.state, before.generation) else None
 
 
 def _layout(model: torch.nn.Module) -> StoreLayout:

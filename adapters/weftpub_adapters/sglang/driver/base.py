@@ -12,7 +12,7 @@ from typing import Any
 
 from weftpub.channel import Deadlines
 from weftpub.errors import ChannelError, ConfigError, WeftpubError
-from weftpub.publisher import Peer, Publisher
+from weftpub.publisher import Observer, Peer
 from weftpub_adapters.sglang.driver.handle import MODES, Completion, DriverDeadlines, Mode
 from weftpub_adapters.sglang.driver.loop import LoopThread
 from weftpub_adapters.sglang.driver.requests import Ask, RequestDesk
@@ -22,6 +22,7 @@ from weftpub_adapters.sglang.support import require_version
 __all__ = ["BaseEngine"]
 
 _FLUSH_ROUND_S = 5.0  # one wait for an idle engine, on the engine's side
+_BETWEEN_ANSWERS = " | "  # what SGLang puts between the messages of several schedulers
 
 
 class BaseEngine(ABC):
@@ -65,7 +66,7 @@ class BaseEngine(ABC):
         if not success:
             raise ChannelError(f"{self.where}: receivers did not start: {message}")
         peers = self._peers(message)
-        self._prove(run_id, folder, peers)
+        self._prove(run_id, peers)
         return peers
 
     def stop_receivers(self, run_id: str) -> None:
@@ -108,14 +109,12 @@ class BaseEngine(ABC):
             if mode == "drain":
                 cause = "answers are still being generated; give drain more seconds, or use mode 'retract'"
                 self._call(self._drained(), "drain", self._deadlines.drain, cause)
-            elif mode == "restart":
-                cause = "the engine has not given its requests back"
-                self._call(self._desk.take_back(), "restart", self._deadlines.drain, cause)
-            elif mode == "abort":
-                told = True
-                self._call(self._pause("abort"), "abort", self._deadlines.drain, "requests have not ended")
             told = True
+            if mode == "abort":
+                self._call(self._pause("abort"), "abort", self._deadlines.drain, "requests have not ended")
             self._call(self._pause("retract"), "pause", self._deadlines.control)
+            if mode == "restart":  # after the pause: what an abort misses then has no token yet
+                self._call(self._desk.take_back(), "restart", self._deadlines.control)
         except BaseException:
             if told:  # perhaps it paused all the same, and would keep everybody's requests waiting
                 with contextlib.suppress(WeftpubError):
@@ -169,8 +168,12 @@ class BaseEngine(ABC):
             pass
 
     def _peers(self, message: str) -> list[Peer]:
+        """The receivers in SGLang's answer. Every group of data-parallel attention answers for all workers, and SGLang
+        joins their answers.
+        """
         try:
-            found = [(int(entry["rank"]), str(entry["address"])) for entry in json.loads(message)]
+            lists = [json.loads(answer) for answer in message.split(_BETWEEN_ANSWERS)]
+            found = {(int(entry["rank"]), str(entry["address"])) for answer in lists for entry in answer}
         except (ValueError, KeyError, TypeError):
             raise ChannelError(
                 f"{self.where}: expected the receivers' addresses, found {message[:300]!r}; install the same weftpub "
@@ -178,10 +181,11 @@ class BaseEngine(ABC):
             ) from None
         return [Peer(rank, address, self.name) for rank, address in sorted(found)]
 
-    def _prove(self, run_id: str, folder: Path, peers: Sequence[Peer]) -> None:
-        """Ask every worker over its own socket: SGLang swallows what a plugin raises, and answers for rank 0 only."""
-        waits = Deadlines.all(self._deadlines.start)
-        with Publisher(run_id, None, peers, commit_path=folder / "unused", deadlines=waits) as asking:
+    def _prove(self, run_id: str, peers: Sequence[Peer]) -> None:
+        """Ask every worker over its own socket: SGLang swallows what a plugin raises, and answers for rank 0 only.
+        A publisher that is there already is not disturbed.
+        """
+        with Observer(run_id, peers, deadlines=Deadlines.all(self._deadlines.start)) as asking:
             described = asking.describe()
         for one in described:
             plugin = one.settings.get("plugin")

@@ -19,6 +19,7 @@ to.
 With several sender ranks each makes a `ColocatedEngine` and makes the same calls; rank 0 alone has the handles.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,12 +34,14 @@ from weftpub.publisher.agreement import agree
 from weftpub.publisher.report import PhaseClock
 from weftpub.version import EngineState
 from weftpub.wire.description import EngineDescription
+from weftpub.wire.messages import StatusReport
 from weftpub_adapters.sglang.driver.handle import DriverDeadlines, EngineHandle, Mode
 from weftpub_adapters.sglang.driver.memory import TAGS, MemoryTags, TagState, free_bytes, wait_for_free
 
 __all__ = ["ColocatedEngine", "EnginePhase", "EngineStanding"]
 
 _FLUSH_AGAIN_S = 0.2
+_LOOK_S = (0.0005, 0.2)  # pauses between looks at engines that were told to go on: the first, and the longest
 _FREED_SHARE = 0.95  # of the weights' bytes that must be seen to become free: other processes use the GPU, too
 
 
@@ -78,6 +81,7 @@ class _Member:
     version: int | None = None
     fenced: str = ""
     out: str = ""
+    behind: int | None = None  # restarted: the version that it must hold before it serves, unless it is published to
     freed: dict[str, dict[str, int]] = field(default_factory=dict)  # tag -> GPU -> bytes that its release gave back
     weights: dict[str, int] | None = None  # GPU -> bytes of parameters
     saves: bool | None = None  # whether its memory can be released
@@ -235,10 +239,11 @@ class ColocatedEngine:
             self._together("resume", 2 * (d.memory + d.resume), self._resume_one)
 
     def continue_(self) -> None:
-        """Let engines serve.
+        """Let engines serve; on return every worker has gone on.
 
         Raises:
-            TornError: an engine is torn or fenced; publish a complete version. StateError: memory is still away.
+            TornError: an engine is torn or fenced; publish a complete version. StateError: memory is still away, or a
+                worker refuses to go on; names it, with its reason. DeadlineError: a worker has not gone on.
         """
         with self._clock.phase("continue"):
             d = self._deadlines
@@ -247,24 +252,29 @@ class ColocatedEngine:
                 self._describe()
             self._together("memory", d.control, _require_resident)
             self._publisher.resume()
-            whole = self._whole_engines()
-            self._together("continue", 3 * d.control, lambda member: self._continue_one(member, whole))
+            ranks = self._ranks()
+            told = self._together(
+                "continue", 3 * d.control, lambda member: self._continue_one(member, ranks.get(member.name, {}))
+            )
+            self._await_going(told)
 
     def rejoin(self, handle: EngineHandle) -> None:
         """Take in an engine that was restarted, under the name of the one it replaces; on rank 0 only.
 
-        Its receivers have been started, at the addresses of the old ones. It stays out until the next publish.
+        Its receivers have been started, at the addresses of the old ones. It stays out until the next publish, unless
+        it was loaded with the version that was committed last, and its receivers say so.
         """
         if handle.name not in self._members:
             raise ConfigError(f"engine {handle.name} replaces none of {', '.join(self._members)}; keep its name")
         handle.pause("retract")
-        self._publisher.take_over()  # starting its receivers asked them over a publisher of its own
+        committed = [member.version for member in self._members.values() if member.version is not None]
         self._members[handle.name] = _Member(
             handle,
             MemoryTags(handle.name),
             phase=EnginePhase.DRAINED,
             fenced="it was restarted and has not been published to",
             weights=self._members[handle.name].weights,
+            behind=max(committed, default=None),
         )
 
     def _drain_one(self, member: _Member, mode: Mode) -> None:
@@ -368,36 +378,85 @@ class ColocatedEngine:
         if outcome is None or outcome.error or outcome.version != version:
             member.fenced = "the publish left it out" if outcome is None else outcome.error or outcome.state
             return
-        member.version, member.fenced = version, ""
+        member.version, member.fenced, member.behind = version, "", None
         member.handle.set_weight_version(str(version))
 
-    def _whole_engines(self) -> dict[str, int | None]:
-        """Engines whose every rank serves, by their own word, and the version that they serve."""
+    def _ranks(self) -> dict[str, dict[int, StatusReport | None]]:
+        """What every rank of every engine says of itself; None for one that says nothing."""
         reports = self._publisher.status()
-        found: dict[str, set[tuple[bool, int | None]]] = {}
+        found: dict[str, dict[int, StatusReport | None]] = {}
         for rank, engine in self._engine_of.items():
-            report = reports.get(rank)
-            serves = report is not None and report.state is EngineState.SERVING
-            found.setdefault(engine, set()).add((serves, report.version if serves and report is not None else None))
-        return {engine: one[1] for engine, (one, *others) in found.items() if one[0] and not others}
+            found.setdefault(engine, {})[rank] = reports.get(rank)
+        return found
 
-    def _continue_one(self, member: _Member, whole: Mapping[str, int | None]) -> None:
-        if member.name not in whole:
+    def _continue_one(self, member: _Member, ranks: Mapping[int, StatusReport | None]) -> None:
+        versions = {report.version for report in ranks.values() if report is not None}
+        idle = {rank: report for rank, report in ranks.items() if report is None or not _serves(report)}
+        if idle or len(versions) != 1:
+            why = "; ".join(_standing(rank, report) for rank, report in idle.items())
+            why = why or f"its ranks hold versions {sorted(map(str, versions))}"
             raise TornError(
-                f"engine {member.name} may not serve: {member.fenced or 'a rank of it does not serve'}; publish a "
+                f"engine {member.name} may not serve: {f'{member.fenced}; ' if member.fenced else ''}{why}; publish a "
                 "complete version"
             )
+        if member.behind is not None and versions != {member.behind}:
+            raise TornError(
+                f"engine {member.name} was restarted and holds version {versions.pop()}, version {member.behind} was "
+                "committed last; publish a complete version"
+            )
+        _require_willing(member.name, ranks)
         # By the receivers' word: a commit whose end this driver did not hear of is a commit all the same.
-        member.version = whole[member.name]
+        member.version = versions.pop()
         if member.version is not None and member.handle.weight_version() != str(member.version):
             member.handle.set_weight_version(str(member.version))
         member.handle.continue_()
-        member.phase, member.fenced = EnginePhase.SERVING, ""
+        member.fenced = ""
 
-    def _together(self, phase: str, seconds: float, action: Callable[[_Member], None]) -> None:
-        """Have rank 0 act on every engine, the other ranks wait, and all learn how it went."""
+    def _await_going(self, engines: Sequence[str]) -> None:
+        """Return when every worker of engines that were told to go on computes requests.
 
-        def conclude(_: list[Any]) -> None:
+        SGLang does not answer `continue_generation`, and a worker that may not serve does not obey it: requests would
+        wait for ever, with nobody the wiser. All sender ranks ask and wait alike, by what the same reports say.
+        """
+        pause, waited = _LOOK_S[0], 0.0
+        awaited, refused = list(engines), 0
+        while awaited:
+            ranks = self._ranks()
+            for engine in list(awaited):
+                try:
+                    if not _is_going(engine, ranks.get(engine, {}), waited, self._deadlines.control):
+                        continue
+                    if engine in self._members:
+                        self._members[engine].phase = EnginePhase.SERVING
+                except WeftpubError as error:
+                    refused += 1
+                    self._keep_drained(engine, error)
+                    if self._policy == "abort" or refused == len(engines):
+                        raise
+                awaited.remove(engine)
+            if awaited:
+                time.sleep(pause)
+                waited += pause
+                pause = min(2 * pause, _LOOK_S[1])
+
+    def _keep_drained(self, engine: str, error: WeftpubError) -> None:
+        """An engine did not go on as it was told to, and may yet hear of it."""
+        member = self._members.get(engine)
+        if member is None:
+            return
+        with contextlib.suppress(WeftpubError):
+            member.handle.pause("retract")
+        if self._policy == "continue":
+            member.out = f"continue: {error}"
+
+    def _together(self, phase: str, seconds: float, action: Callable[[_Member], None]) -> list[str]:
+        """Have rank 0 act on every engine, the other ranks wait, and all learn how it went.
+
+        Returns:
+            names of the engines that take part.
+        """
+
+        def conclude(_: list[Any]) -> list[str]:
             for member in self._members.values():
                 if member.out:
                     continue
@@ -412,10 +471,11 @@ class ColocatedEngine:
                 raise StateError(
                     "no engine takes part any more: " + "; ".join(f"{m.name}: {m.out}" for m in self._members.values())
                 )
+            return [member.name for member in taking_part]
 
         self._rounds += 1
         self._group.begin(f"colocated-{self._rounds}")
-        agree(
+        return agree(
             self._group,
             phase,
             self._deadlines.control,
@@ -423,6 +483,39 @@ class ColocatedEngine:
             conclude,
             allowance=seconds * max(1, len(self._members)),
         )
+
+
+def _serves(report: StatusReport) -> bool:
+    return report.state is EngineState.SERVING
+
+
+def _standing(rank: int, report: StatusReport | None) -> str:
+    """Where a rank stands, in words."""
+    if report is None:
+        return f"receiver rank {rank} says nothing"
+    return f"receiver rank {rank} is {report.state}{f', {report.reason}' if report.reason else ''}"
+
+
+def _require_willing(engine: str, ranks: Mapping[int, StatusReport | None]) -> None:
+    """StateError, naming the workers, if some would not go on."""
+    refusing = [f"receiver rank {rank}: {r.why_not}" for rank, r in ranks.items() if r is not None and not r.may_serve]
+    if refusing:
+        raise StateError(
+            f"engine {engine} does not go on, and its requests wait, as workers refuse: {'; '.join(refusing)}"
+        )
+
+
+def _is_going(engine: str, ranks: Mapping[int, StatusReport | None], waited: float, allowed: float) -> bool:
+    """Whether all ranks of an engine compute requests; the error if one refuses, or the time is over."""
+    resting = [rank for rank, report in ranks.items() if report is None or report.resting]
+    if resting:
+        _require_willing(engine, ranks)
+        if waited >= allowed:
+            raise DeadlineError(
+                f"engine {engine}, receiver ranks {resting}: still at rest {waited:.1f} s after continue_, of "
+                f"{allowed:g} s allowed; does its scheduler answer, or has somebody else paused it?"
+            )
+    return not resting
 
 
 def _require_resident(member: _Member) -> None:

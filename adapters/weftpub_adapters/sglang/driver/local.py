@@ -19,6 +19,7 @@ from weftpub.errors import ChannelError, ConfigError
 from weftpub_adapters.sglang.driver.base import BaseEngine
 from weftpub_adapters.sglang.driver.handle import DriverDeadlines
 from weftpub_adapters.sglang.driver.loop import LoopThread
+from weftpub_adapters.sglang.driver.replies import OwnReplies
 from weftpub_adapters.sglang.driver.requests import Ask
 from weftpub_adapters.sglang.plugin.settings import BACKEND
 from weftpub_adapters.sglang.support import require_supported
@@ -47,6 +48,7 @@ class LocalEngine(BaseEngine):
         super().__init__(name, LoopThread(f"sglang engine {name}", engine.loop), deadlines, silence)
         self._engine = engine
         self._manager = engine.tokenizer_manager
+        self._replies = OwnReplies()
         self._workers = {pid: _started(pid) for pid in engine.get_all_child_pids()}
         self._down = False
 
@@ -108,21 +110,21 @@ class LocalEngine(BaseEngine):
     async def _start(self, directory: str, run_id: str) -> tuple[bool, str]:
         from sglang.srt.managers.io_struct import InitWeightsUpdateGroupReqInput
 
-        return await self._manager.init_weights_update_group(
-            InitWeightsUpdateGroupReqInput(
-                master_address=directory,
-                master_port=0,
-                rank_offset=0,
-                world_size=0,
-                group_name=run_id,
-                backend=BACKEND,
-            )
+        request = InitWeightsUpdateGroupReqInput(
+            master_address=directory,
+            master_port=0,
+            rank_offset=0,
+            world_size=0,
+            group_name=run_id,
+            backend=BACKEND,
         )
+        return await self._replies("start", lambda: self._manager.init_weights_update_group(request))
 
     async def _stop(self, run_id: str) -> tuple[bool, str]:
         from sglang.srt.managers.io_struct import DestroyWeightsUpdateGroupReqInput
 
-        return await self._manager.destroy_weights_update_group(DestroyWeightsUpdateGroupReqInput(group_name=run_id))
+        request = DestroyWeightsUpdateGroupReqInput(group_name=run_id)
+        return await self._replies("stop", lambda: self._manager.destroy_weights_update_group(request))
 
     async def _pause(self, mode: str) -> None:
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
@@ -137,24 +139,25 @@ class LocalEngine(BaseEngine):
         await self._manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
 
     async def _flush(self, seconds: float) -> bool:
-        return bool((await self._manager.flush_cache(timeout_s=seconds)).success)
+        return bool((await self._replies("flush", lambda: self._manager.flush_cache(timeout_s=seconds))).success)
 
     async def _release(self, tags: list[str]) -> None:
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
-        await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags), None)
+        request = ReleaseMemoryOccupationReqInput(tags=tags)
+        await self._replies("release", lambda: self._manager.release_memory_occupation(request, None))
 
     async def _bring_back(self, tags: list[str]) -> None:
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
-        await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags), None)
+        request = ResumeMemoryOccupationReqInput(tags=tags)
+        await self._replies("resume", lambda: self._manager.resume_memory_occupation(request, None))
 
     async def _set_version(self, version: str) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
 
-        await self._manager.update_weight_version(
-            UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
-        )
+        request = UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
+        await self._replies("version", lambda: self._manager.update_weight_version(request))
 
     async def _version(self) -> str:
         return str(self._manager.config_value("weight_version"))
@@ -162,7 +165,7 @@ class LocalEngine(BaseEngine):
     async def _info(self) -> Mapping[str, Any]:
         from sglang.version import __version__
 
-        states = await self._manager.get_internal_state()
+        states = await self._replies("state", self._manager.get_internal_state)
         return {**self._manager.server_args.resolved_dict(), "internal_states": states, "version": __version__}
 
 

@@ -1,9 +1,16 @@
 """Requests of one handle: when they may begin, which are under way, and how they are taken back.
 
 A desk admits requests while it is open. To drain an engine it closes: what is under way ends, what comes waits. To
-restart requests it takes them back: the engine is told to abort them, and each begins again from its prompt when the
-desk opens. So a publish loses no request that came this way, whatever the mode; requests that others send to the same
-server are theirs to repeat.
+restart requests it takes them back: the paused engine is told to abort them, and each begins again from its prompt when
+the desk opens. So a publish loses no request that came this way, whatever the mode; requests that others send to the
+same server are theirs to repeat.
+
+What SGLang does with an abort decides how they are taken back. It passes one abort of a request on, and ignores every
+later one. A scheduler ignores the abort of a request that has not reached it, and gives what waits in a paused
+scheduler back at once. So the engine is paused first. Whatever has computed a token lies in its queue then and is given
+back; what an abort misses is still on its way, has computed nothing, and will be answered by the next version alone.
+Only such a request cannot be aborted a second time, at the next publish: an answer of it that mixes versions is thrown
+away, and it begins again.
 """
 
 import asyncio
@@ -49,7 +56,6 @@ class Ask:
 
 type Send = Callable[[str, "Ask"], Awaitable[Mapping[str, Any]]]
 type Cancel = Callable[[str], Awaitable[None]]
-_AGAIN_S = 0.5  # an engine ignores the abort of a request that has not reached it yet
 
 
 class RequestDesk:
@@ -139,18 +145,12 @@ class RequestDesk:
             await self._changed.wait()
 
     async def take_back(self) -> None:
-        """Abort what is under way, to begin again when the desk opens; return when all are back."""
-        while self._running:
-            mine = tuple(self._running)
-            self._recalled.update(mine)
-            for request in mine:
-                await self._cancel(request)
-            self._changed.clear()
-            if self._running:
-                try:
-                    await asyncio.wait_for(self._changed.wait(), _AGAIN_S)
-                except TimeoutError:
-                    continue
+        """Have a paused engine give back what is under way, to begin again when the desk opens. Returns when the engine
+        was told.
+        """
+        mine = tuple(self._running)
+        self._recalled.update(mine)
+        await asyncio.gather(*(self._cancel(request) for request in mine))
 
     async def _serve(self, ask: Ask) -> Completion:
         attempts = 0
@@ -170,7 +170,8 @@ class RequestDesk:
                 self._recalled.discard(request)
                 self._changed.set()
             completion = completion_of(answer, attempts, ask)
-            if not (recalled and completion.finish == "abort"):
+            mixed = len({span.version for span in completion.versions}) > 1
+            if not (recalled and (mixed or completion.finish == "abort")):
                 return completion
 
 

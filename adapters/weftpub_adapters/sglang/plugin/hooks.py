@@ -7,7 +7,8 @@ Doors into a worker, each on all ranks at once:
 
 Both only name the folder in which `receivers.json` says what is asked for. Wrapped are also the release and resume of
 memory, which take the weights away; `continue_generation`, which a worker that may not serve does not obey: its
-requests wait; and the idle turns of a paused scheduler. Without a receiver every hook passes through.
+requests wait; and the idle turns of a paused scheduler, in which requests that wait for their grammar go on to wait for
+the scheduler. Without a receiver every hook passes through.
 """
 
 import logging
@@ -88,8 +89,8 @@ def _stop(original: Callable[..., Any], updater: Any, request: Any) -> Any:
 def _release(original: Callable[..., Any], updater: Any, request: Any) -> Any:
     worker = worker_of(updater.scheduler)
     if worker is not None and _concerns_weights(request.tags):
+        worker.live.memory_released()  # first: a receive that begins now is refused, or is seen and waited for
         worker.await_quiet()
-        worker.live.memory_released()
     return original(updater, request)
 
 
@@ -116,9 +117,25 @@ def _rest(original: Callable[..., Any], scheduler: Any) -> Any:
     """A turn of a paused scheduler, whose loop spins: it would take the interpreter from the receiver's thread."""
     output = original(scheduler)
     worker = worker_of(scheduler)
-    if worker is not None and worker.running:
-        time.sleep(_REST_S)
+    if worker is not None:  # on all ranks or on none
+        _admit_grammars(scheduler)
+        if worker.running:
+            time.sleep(_REST_S)
     return output
+
+
+def _admit_grammars(scheduler: Any) -> None:
+    """Move requests whose grammar is compiled to those that wait for the scheduler, as a scheduler at work does before
+    each batch.
+
+    SGLang takes a paused scheduler for busy as long as one is in its grammar queue, and looks into that queue only when
+    it makes a batch: nothing could be flushed, released or published any more. All ranks look in the same turn, as
+    SGLang has them agree on which grammars are ready.
+    """
+    grammars = scheduler.grammar_manager
+    if grammars.has_waiting_grammars():
+        for request in grammars.get_ready_grammar_requests():
+            scheduler._add_request_to_queue(request)
 
 
 def _concerns_weights(tags: list[str] | None) -> bool:
