@@ -1,7 +1,7 @@
 """An engine behind SGLang's HTTP server, on this host: started by hand, by Slurm or by a launcher.
 
 The server must have the plugin installed and run as the same user: the sockets of its workers lie in a folder that only
-that user can enter. Its admin key, if it has one, goes with every call.
+that user can enter. A server may ask for a key, and for another one where it is told what to do.
 """
 
 from collections.abc import Mapping
@@ -17,6 +17,9 @@ from weftpub_adapters.sglang.plugin.settings import BACKEND
 __all__ = ["HttpEngine"]
 
 _CONNECT_S = 30.0
+_REFUSALS = (401, 403)
+_OPTIONS = {"api_key": "--api-key", "admin_key": "--admin-api-key"}  # of the server
+_REQUESTS = frozenset({"generate", "model_info", "server_info"})  # SGLang asks for its admin key for all other calls
 
 
 class HttpEngine(BaseEngine):
@@ -24,7 +27,8 @@ class HttpEngine(BaseEngine):
 
     Args:
         url: such as "http://127.0.0.1:30000".
-        api_key: of the server, if it asks for one; an admin key where it tells the two apart.
+        api_key: the server's `--api-key`, if it has one.
+        admin_key: its `--admin-api-key`, if it has one; by default the same key.
         name: of the engine.
         deadlines: for every wait.
         silence: seconds without a word in the middle of a publish after which its publisher is taken for dead.
@@ -35,13 +39,15 @@ class HttpEngine(BaseEngine):
         url: str,
         api_key: str | None = None,
         *,
+        admin_key: str | None = None,
         name: str = "sglang",
         deadlines: DriverDeadlines | None = None,
         silence: float = 180.0,
     ) -> None:
         super().__init__(name, LoopThread(f"http engine {name}"), deadlines, silence)
         self.url = url.rstrip("/")
-        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._api_key = admin_key if api_key is None else api_key
+        self._admin_key = api_key if admin_key is None else admin_key
         self._client: Any = None  # aiohttp.ClientSession, made on the loop that uses it
 
     @property
@@ -125,17 +131,31 @@ class HttpEngine(BaseEngine):
             raise ChannelError(f"{self.where}: {path} was answered with status {status}: {str(answer)[:500]}")
         return answer if isinstance(answer, Mapping) else {}
 
+    def _key_for(self, path: str) -> tuple[str, str | None]:
+        """Which key goes with a call, by its name here and its value."""
+        if path.partition("?")[0] in _REQUESTS:
+            return "api_key", self._api_key
+        return "admin_key", self._admin_key
+
     async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None) -> tuple[int, Any]:
-        """Status and body of an answer, read as JSON where it is JSON; ChannelError if there is none."""
+        """Status and body of an answer, read as JSON where it is JSON; ChannelError if there is none, or no access."""
         import aiohttp
 
         if self._client is None:
             unlimited = aiohttp.ClientTimeout(total=None, connect=_CONNECT_S)  # every call has a deadline of its own
             connector = aiohttp.TCPConnector(limit=0)
-            self._client = aiohttp.ClientSession(timeout=unlimited, headers=self._headers, connector=connector)
+            self._client = aiohttp.ClientSession(timeout=unlimited, connector=connector)
+        name, key = self._key_for(path)
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         try:
-            async with self._client.request(method, f"{self.url}/{path}", json=body) as response:
+            async with self._client.request(method, f"{self.url}/{path}", json=body, headers=headers) as response:
                 text = await response.text()
+                if response.status in _REFUSALS:
+                    fault = "asks for a key" if key is None else f"does not know the {name} it was given"
+                    raise ChannelError(
+                        f"{self.where}: {path} was refused with status {response.status}: the server {fault}; set "
+                        f"{name} to what it was started with as {_OPTIONS[name]}"
+                    )
                 if not text or response.content_type != "application/json":
                     return response.status, text
                 return response.status, await response.json()
