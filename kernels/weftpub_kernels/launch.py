@@ -19,7 +19,7 @@ from triton.runtime import driver
 
 from .checks import check_arguments, check_monitor
 from .errors import ShapeError
-from .fragments import sum_weights
+from .fragments import joints, sum_weights
 from .nonfinite import NonFiniteMonitor
 from .pair import QuantizedPair, grid_of, span
 from .recipe import BLOCK, Recipe
@@ -176,7 +176,7 @@ def _plan(x: torch.Tensor, out: QuantizedPair, variant: Variant) -> _Plan | None
     if count >= 1 << 16 or mb >= 1 << 16:
         found = f"{list(x.shape)} has {count} matrices of {mb} rows of blocks"
         raise ShapeError(f"{found}, one launch takes 65535 of each; split it")
-    weights = _weights(columns, x.device) if variant.sums else None
+    weights = _weights(columns, variant.tuning.by_rows, x.device) if variant.sums else None
     compiled, constants = compile_kernel(x, out, strides, variant, weights)
     return _Plan(
         compiled.run,
@@ -245,11 +245,28 @@ def compile_kernel(
     address = 0 if weights is None else weights.data_ptr()
     caches = (tuning.load_cache, tuning.load_evict, tuning.store_cache, tuning.turned_cache)
     multiplier_first = not {"divide", "amax_times_recip", "amax_over_448_full"} & {*variant.operators}
-    order = (tuning.apart, tuning.early, tuning.late if multiplier_first else "", tuning.order, tuning.stagger)
+    order = (
+        tuning.apart,
+        tuning.by_rows,
+        tuning.early,
+        tuning.late if multiplier_first else "",
+        tuning.order,
+        tuning.stagger,
+    )
     switches = (variant.even, variant.check, variant.sums, wide, *variant.strides, *caches, *order)
     blocks = math.prod(x.shape[:-2]) * math.prod(grid_of(x.shape))
     layouts = (COLUMNS_FIRST, ROWS_FIRST)
-    constants = (address, 0, *x.shape[-2:], blocks, *strides, *variant.operators, *switches, *layouts)
+    constants = (
+        address,
+        0,
+        *joints(x.shape[-1]),
+        *x.shape[-2:],
+        blocks,
+        *strides,
+        *variant.operators,
+        *switches,
+        *layouts,
+    )
     dtypes = (x.dtype, out.w.dtype, out.wt.dtype, torch.float32, torch.float32, torch.int64, torch.int64)
     buffers = [_Pointer(dtype, variant.aligned) for dtype in dtypes]
     fits = variant.even and "divide" not in variant.operators
@@ -303,8 +320,8 @@ def _batch_stride(tensor: torch.Tensor) -> int | None:
 
 
 @functools.lru_cache(maxsize=256)
-def _weights(columns: int, device: torch.device) -> torch.Tensor:
-    return sum_weights(columns).to(device)
+def _weights(columns: int, by_rows: bool, device: torch.device) -> torch.Tensor:
+    return sum_weights(columns, by_rows).to(device)
 
 
 class _Pointer:

@@ -22,7 +22,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language import PropagateNan
 
-from .fragments import LOAD_ASM, LOAD_CONSTRAINTS, SUM_ASM, SUM_CONSTRAINTS, THREADS
+from .fragments import (
+    LOAD_ASM,
+    LOAD_CONSTRAINTS,
+    ROWS_SUM_ASM,
+    ROWS_SUM_CONSTRAINTS,
+    SUM_ASM,
+    SUM_CONSTRAINTS,
+    THREADS,
+)
 
 __all__ = ["COLUMNS_FIRST", "NUM_WARPS", "ROWS_FIRST", "quantize_tiles"]
 
@@ -65,6 +73,8 @@ _LOAD_ASM = gl.constexpr(LOAD_ASM)
 _LOAD_CONSTRAINTS = gl.constexpr(LOAD_CONSTRAINTS)
 _SUM_ASM = gl.constexpr(SUM_ASM)
 _SUM_CONSTRAINTS = gl.constexpr(SUM_CONSTRAINTS)
+_ROWS_SUM_ASM = gl.constexpr(ROWS_SUM_ASM)
+_ROWS_SUM_CONSTRAINTS = gl.constexpr(ROWS_SUM_CONSTRAINTS)
 _ALL_NAN = gl.constexpr(PropagateNan.ALL)
 _CLEAN = gl.constexpr(2**63 - 1)
 _INF_BITS = gl.constexpr(0x7F800000)
@@ -76,6 +86,7 @@ _RECIP_448 = gl.constexpr(0.0022321429569274187)  # float32(1/448)
 def quantize_tiles(
     x, w, wt, scale, scale_t, sums, record,
     base: gl.int64, weights: gl.int64, zero: gl.int32,
+    joint1: gl.int64, joint2: gl.int64, joint3: gl.int64,
     M, N, blocks,
     x_e, x_m, x_n, w_e, w_m, w_n, wt_e, wt_n, wt_m, s_e, s_m, s_n, st_e, st_n, st_m, c_e, c_m, c_n,
     FLOOR: gl.constexpr, SCALE: gl.constexpr, OVERFLOW: gl.constexpr, POW2: gl.constexpr, ZERO: gl.constexpr,
@@ -83,7 +94,8 @@ def quantize_tiles(
     EVEN: gl.constexpr, CHECK: gl.constexpr, SUMS: gl.constexpr, WIDE: gl.constexpr,
     X_M: gl.constexpr, W_M: gl.constexpr, WT_N: gl.constexpr,
     LOAD_CACHE: gl.constexpr, LOAD_EVICT: gl.constexpr, STORE_CACHE: gl.constexpr, TURNED_CACHE: gl.constexpr,
-    APART: gl.constexpr, EARLY: gl.constexpr, LATE: gl.constexpr, ORDER: gl.constexpr, STAGGER: gl.constexpr,
+    APART: gl.constexpr, BY_ROWS: gl.constexpr, EARLY: gl.constexpr, LATE: gl.constexpr, ORDER: gl.constexpr,
+    STAGGER: gl.constexpr,
     LAYOUT: gl.constexpr, LAYOUT_T: gl.constexpr,
 ):  # fmt: skip
     """Quantize block (program 1, program 0) of matrix (program 2) of ``x [E, M, N]``; with ``ORDER`` "down" block
@@ -91,10 +103,16 @@ def quantize_tiles(
     blocks further on as there are programs.
 
     ``*_e``, ``*_m`` and ``*_n`` are element strides, ``record`` and ``base`` a NonFiniteMonitor's, ``weights`` the
-    address of fragments.sum_weights(N), ``zero`` is 0. Where they are not 0, ``X_M``, ``W_M`` and ``WT_N`` stand for
-    ``x_m``, ``w_m`` and ``wt_n``. The constants from ``LOAD_CACHE`` to ``STAGGER`` are a tuning's (tuning.py).
+    address of fragments.sum_weights(N), ``joint1`` to ``joint3`` are fragments.joints(N), ``zero`` is 0. Where they are
+    not 0, ``X_M``, ``W_M`` and ``WT_N`` stand for ``x_m``, ``w_m`` and ``wt_n``. The constants from ``LOAD_CACHE`` to
+    ``STAGGER`` are a tuning's (tuning.py).
     """
     x_at = (x_e, x_m, x_n)
+    joints = (joint1, joint2, joint3)
+    if BY_ROWS:
+        WORDS: gl.constexpr = LAYOUT
+    else:
+        WORDS: gl.constexpr = LAYOUT_T
     to = (x, w, wt, scale, scale_t, sums, record)
     at = (x_at, (w_e, w_m, w_n), (wt_e, wt_n, wt_m), (s_e, s_m, s_n), (st_e, st_n, st_m), (c_e, c_m, c_n))
     if STAGGER != 0:
@@ -102,7 +120,7 @@ def quantize_tiles(
     if ORDER == "stay":
         fragments = weights
         if SUMS:
-            fragments = _load_weights(weights, LAYOUT_T)
+            fragments = _load_weights(weights, WORDS, BY_ROWS)
         step = gl.num_programs(0)
         stride = _place(step, M, N)
         following = _place(gl.program_id(0), M, N)
@@ -117,8 +135,9 @@ def quantize_tiles(
             if number + step < blocks:  # on their way while this block is written
                 tile = _load(x, following, M, N, x_at, EVEN, WIDE, X_M, LOAD_CACHE, LOAD_EVICT, LAYOUT)
             _write(
-                codes, s, finite, fragments, weights, base, to, origins, place, M, N, at,
-                EVEN, CHECK, SUMS, WIDE, W_M, WT_N, STORE_CACHE, TURNED_CACHE, False, EARLY, LATE, LAYOUT, LAYOUT_T,
+                codes, s, finite, fragments, weights, joints, base, to, origins, place, M, N, at,
+                EVEN, CHECK, SUMS, WIDE, W_M, WT_N, STORE_CACHE, TURNED_CACHE, False, BY_ROWS, EARLY, LATE,
+                LAYOUT, LAYOUT_T,
             )  # fmt: skip
     else:
         if ORDER == "down":
@@ -127,7 +146,7 @@ def quantize_tiles(
             place = (gl.program_id(0), gl.program_id(1), gl.program_id(2))
         tile = _load(x, place, M, N, x_at, EVEN, WIDE, X_M, LOAD_CACHE, LOAD_EVICT, LAYOUT)
         if SUMS and not APART:  # asked for now, so that they are there when the codes are
-            fragments = _load_weights(weights, LAYOUT_T)
+            fragments = _load_weights(weights, WORDS, BY_ROWS)
         else:
             fragments = weights
         origins = to
@@ -135,8 +154,9 @@ def quantize_tiles(
             origins = _origins(to, place, at)
         codes, s, finite = _quantize(tile, zero, EVEN, LATE, FLOOR, SCALE, OVERFLOW, POW2, ZERO, INVERSE, CODE)
         _write(
-            codes, s, finite, fragments, weights, base, to, origins, place, M, N, at,
-            EVEN, CHECK, SUMS, WIDE, W_M, WT_N, STORE_CACHE, TURNED_CACHE, APART, EARLY, LATE, LAYOUT, LAYOUT_T,
+            codes, s, finite, fragments, weights, joints, base, to, origins, place, M, N, at,
+            EVEN, CHECK, SUMS, WIDE, W_M, WT_N, STORE_CACHE, TURNED_CACHE, APART, BY_ROWS, EARLY, LATE,
+            LAYOUT, LAYOUT_T,
         )  # fmt: skip
 
 
@@ -238,10 +258,11 @@ def _origins(to, place, strides):
 
 @gluon.jit
 def _write(
-    codes, s, finite, fragments, weights, base, to, origins, place, M, N, strides,
+    codes, s, finite, fragments, weights, joints, base, to, origins, place, M, N, strides,
     EVEN: gl.constexpr, CHECK: gl.constexpr, SUMS: gl.constexpr, WIDE: gl.constexpr,
     W_M: gl.constexpr, WT_N: gl.constexpr, STORE_CACHE: gl.constexpr, TURNED_CACHE: gl.constexpr,
-    APART: gl.constexpr, EARLY: gl.constexpr, LATE: gl.constexpr, LAYOUT: gl.constexpr, LAYOUT_T: gl.constexpr,
+    APART: gl.constexpr, BY_ROWS: gl.constexpr, EARLY: gl.constexpr, LATE: gl.constexpr, LAYOUT: gl.constexpr,
+    LAYOUT_T: gl.constexpr,
 ):  # fmt: skip
     """Store all that is made of a block; ``origins`` are those of ``_origins`` with ``EARLY``, else without meaning."""
     nb, mb, e = _wide(place)
@@ -269,8 +290,11 @@ def _write(
     turned = _turn(codes, LAYOUT_T)
     if SUMS and LATE != "W^T":  # before W^T is stored, so that its steps and these stores can fill each other's waits
         if APART:  # ptxas puts W's stores off until the sums are made, unless the weights come after them
-            fragments = _load_weights(weights, LAYOUT_T)
-        parts = _warp_sums(turned, fragments)
+            if BY_ROWS:
+                fragments = _load_weights(weights, LAYOUT, BY_ROWS)
+            else:
+                fragments = _load_weights(weights, LAYOUT_T, BY_ROWS)
+        parts = _warp_sums(codes, turned, fragments, joints, BY_ROWS)
         if not EARLY:
             sums = _origin(sums, e, mb, nb, c_at, 1)
         gl.store(sums + gl.arange(0, 8, parts.type.layout), parts)
@@ -287,7 +311,7 @@ def _write(
     if LATE == "W^T":
         s = _reciprocal(s, finite)
         if SUMS:
-            parts = _warp_sums(turned, fragments)
+            parts = _warp_sums(codes, turned, fragments, joints, BY_ROWS)
             if not EARLY:
                 sums = _origin(sums, e, mb, nb, c_at, 1)
             gl.store(sums + gl.arange(0, 8, parts.type.layout), parts)
@@ -453,28 +477,42 @@ def _turn(codes, LAYOUT_T: gl.constexpr):
 
 
 @gluon.jit
-def _load_weights(weights, LAYOUT_T: gl.constexpr):
-    """int32 [32, 128], 16 per thread: six of them hold the thread's fragments of fragments.sum_weights, at that
-    address."""
-    address = _first_of_four(gl.full([128, 128], 0, gl.int64, LAYOUT_T), 32, 128) + weights
+def _load_weights(weights, LAYOUT: gl.constexpr, BY_ROWS: gl.constexpr):
+    """int32 [32, 128], or [128, 32] by rows, 16 per thread: six of them hold the thread's fragments of
+    fragments.sum_weights, at that address."""
+    address = gl.full([128, 128], 0, gl.int64, LAYOUT)
+    if BY_ROWS:
+        address = _first_column_of_four(address) + weights
+    else:
+        address = _first_of_four(address, 32, 128) + weights
     return gl.inline_asm_elementwise(_LOAD_ASM, _LOAD_CONSTRAINTS, [address], dtype=gl.int32, is_pure=False, pack=16)
 
 
 @gluon.jit
-def _warp_sums(turned, fragments):
-    """int64 [8]: sum of byte * A^(place in the tile) of the uint8 codes, in ROWS_FIRST registers, of each warp.
+def _warp_sums(codes, turned, fragments, joints, BY_ROWS: gl.constexpr):
+    """int64 [8]: sum of byte * A^(place in the tile) of the uint8 codes of each warp, in COLUMNS_FIRST and, turned, in
+    ROWS_FIRST registers.
 
     fragments.py says how. The warps' sums stay apart, since adding them up would make the program wait for its slowest
     warp once more.
     """
-    word = gl.inline_asm_elementwise("mov.b32 $0, $4;", "=r,=r,=r,=r,r", [turned], dtype=gl.int32, is_pure=True, pack=4)
-    word = _first_of_four(word, 32, 128)  # the asm left four rows in one word, and three words without meaning
-    part = gl.inline_asm_elementwise(
-        _SUM_ASM, _SUM_CONSTRAINTS, [word, fragments], dtype=gl.int64, is_pure=True, pack=16
-    )
-    part = _first_of_four(part, 8, 128)  # as above: one of the sixteen results of a thread counts
-    part, _ = gl.split(gl.reshape(part, [8, 32, 2, 2]))
-    part, _ = gl.split(part)
+    # the asm leaves four codes in one word, and three words without meaning; of the sums' sixteen results one counts
+    if BY_ROWS:
+        word = _first_column_of_four(_words(codes))
+        zeros = gl.full_like(word, 0, dtype=gl.int64)
+        given = [word, fragments, zeros + joints[0], zeros + joints[1], zeros + joints[2]]
+        part = gl.inline_asm_elementwise(
+            _ROWS_SUM_ASM, _ROWS_SUM_CONSTRAINTS, given, dtype=gl.int64, is_pure=True, pack=16
+        )
+        part = _first_of_four(_first_of_four(part, 32, 32), 8, 32)
+    else:
+        word = _first_of_four(_words(turned), 32, 128)
+        part = gl.inline_asm_elementwise(
+            _SUM_ASM, _SUM_CONSTRAINTS, [word, fragments], dtype=gl.int64, is_pure=True, pack=16
+        )
+        part = _first_of_four(part, 8, 128)
+        part, _ = gl.split(gl.reshape(part, [8, 32, 2, 2]))
+        part, _ = gl.split(part)
     # 16-row by 4-column pieces as half, lanes down, warps across, lanes across: see _LANES and _WARPS
     part = gl.reshape(part, [2, 4, 4, 8])
     # three limbs, whose sums over 32 threads fit words: the GPU adds words over a warp in one instruction
@@ -483,6 +521,19 @@ def _warp_sums(turned, fragments):
     middle = gl.sum(((part >> 27) & 0x7FFFFFF).to(gl.int32), 1).to(gl.uint32, bitcast=True).to(gl.int64)
     high = gl.sum((part >> 54).to(gl.int32), 1).to(gl.int64)
     return low + (middle << 27) + (high << 54)
+
+
+@gluon.jit
+def _words(codes):
+    return gl.inline_asm_elementwise("mov.b32 $0, $4;", "=r,=r,=r,=r,r", [codes], dtype=gl.int32, is_pure=True, pack=4)
+
+
+@gluon.jit
+def _first_column_of_four(values):
+    """Every fourth column of [128, 128]: a choice of registers, no instruction."""
+    first, _ = gl.split(gl.reshape(values, [128, 32, 2, 2]))
+    first, _ = gl.split(first)
+    return first
 
 
 @gluon.jit

@@ -23,12 +23,13 @@ class Tuning:
     ``apart`` puts the checksum's sums after the stores of W. ``fixed`` compiles the row strides of x, W and W^T in,
     which saves an eighth of the instructions and costs a compilation and self-test for each layout of matrices.
 
-    ``early`` works the addresses of all stores out while values are under way; without it the machine does so after
-    that, a fifth more instructions. ``late`` works the dequant scale out after the stores of "W" or "W^T", and the
-    sums after it, where the multiplier comes first (recipe.py). ``order`` "down" numbers blocks down each column of
-    blocks; "stay" keeps ``RESIDENT`` programs for each multiprocessor, each of which asks for its next block as soon as
-    it has made this one's codes. ``stagger`` lets the second program of each multiprocessor sleep about so many
-    nanoseconds before its first load.
+    ``by_rows`` makes the sums from W's words instead of W^T's (fragments.py), a dozen instructions less. ``early``
+    works the addresses of all stores out while values are under way; without it ptxas does so after that, a fifth more
+    instructions. ``late`` works the dequant scale out after the stores of "W" or "W^T", and the sums after it, where
+    the multiplier comes first (recipe.py). ``order`` "down" numbers blocks down each column of blocks; "stay" keeps
+    ``RESIDENT`` programs for each multiprocessor, each of which asks for its next block as soon as it has made this
+    one's codes. ``stagger`` lets the second program of each multiprocessor sleep about so many nanoseconds before its
+    first load.
     """
 
     registers: int | None = None
@@ -38,6 +39,7 @@ class Tuning:
     turned_cache: str = ".cs"
     apart: bool = False
     fixed: bool = False
+    by_rows: bool = False
     early: bool = False
     late: str = ""
     order: str = ""

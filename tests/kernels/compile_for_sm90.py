@@ -62,7 +62,7 @@ class Quantizer:
         aligned = (x.data_ptr() | out.w.data_ptr() | out.wt.data_ptr()) & 15 == 0
         tuning, fixed = settle(x, out, self.tuning, None)
         self.variant = Variant(x.dtype, self.recipe.operators, even, True, True, aligned, tuning, fixed)
-        self.weights = sum_weights(x.shape[-1])
+        self.weights = sum_weights(x.shape[-1], self.tuning.by_rows)
         strides = batch_strides(x, out)
         assert strides is not None
         self.compiled, self.constants = compile_kernel(x, out, strides, self.variant, self.weights)

@@ -63,25 +63,25 @@ CANDIDATES: dict[str, tuple[Tuning, ...]] = {
 about what stands between a program's last value and its end."""
 
 _FIXED = Tuning(store_cache="", turned_cache="", fixed=True)
-_EARLY = dataclasses.replace(_FIXED, early=True, late="W^T")
-_STAY = dataclasses.replace(_FIXED, registers=128, order="stay", late="W^T")
+_EARLY = dataclasses.replace(_FIXED, by_rows=True, early=True, late="W^T")
+_STAY = dataclasses.replace(_FIXED, registers=128, by_rows=True, late="W^T", order="stay")
 CANDIDATES["latency"] = (
     _FIXED,
+    dataclasses.replace(_FIXED, by_rows=True),
     dataclasses.replace(_FIXED, early=True),
     dataclasses.replace(_FIXED, late="W^T"),
-    dataclasses.replace(_FIXED, late="W"),
+    dataclasses.replace(_FIXED, by_rows=True, late="W^T"),
+    dataclasses.replace(_FIXED, by_rows=True, early=True),
     _EARLY,
     dataclasses.replace(_EARLY, late="W"),
+    dataclasses.replace(_EARLY, by_rows=False),
     dataclasses.replace(_EARLY, load_cache=".cg"),
-    dataclasses.replace(_EARLY, store_cache=".cs", turned_cache=".cs"),
     dataclasses.replace(_EARLY, order="down"),
     dataclasses.replace(_EARLY, stagger=600),
     dataclasses.replace(_EARLY, stagger=1500),
-    dataclasses.replace(_FIXED, late="W^T", stagger=1000),
     dataclasses.replace(_FIXED, stagger=1000),
     _STAY,
     dataclasses.replace(_STAY, stagger=1000),
-    dataclasses.replace(_STAY, late="W", store_cache=".cs", turned_cache=".cs"),
 )
 
 _CLASSES = (1.0, 2.0, 3.0, 32.0, math.inf)
