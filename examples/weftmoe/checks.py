@@ -70,6 +70,11 @@ def _train_layout(s: Settings) -> Iterator[str]:
         yield "train.sequence_parallel=true needs train.tensor above 1; set it to false"
     if train.dispatcher == "flex" and train.flex_backend == "deepep" and train.tensor * train.expert == 1:
         yield "train.dispatcher='flex' with DeepEP needs tensor x expert above 1; set train.dispatcher='alltoall'"
+    if train.sequence_parallel and train.experts == "sequential":
+        yield (
+            "train.experts='sequential' uses torch's norms, which Megatron-core does not let run with "
+            "train.sequence_parallel=true; set train.tensor=1, or train.experts='grouped' on GPUs"
+        )
     if s.cluster.gpus == 0 and train.experts == "grouped":
         yield "train.experts='grouped' needs a GPU; set train.experts='sequential'"
 
@@ -89,6 +94,8 @@ def _rollout_layout(s: Settings) -> Iterator[str]:
             f"rollout: engines x tensor = {rollout.engines * rollout.tensor} must be the {world} GPUs that trainer and "
             "engine share"
         )
+    if rollout.sampling.repeat and not s.train.deterministic:
+        yield "rollout.sampling.repeat=true needs train.deterministic=true: else the engine draws numbers of its own"
     if rollout.max_running < rollout.data:
         yield f"rollout.max_running={rollout.max_running} is below rollout.data={rollout.data}"
     if s.publish.experts == "shared" and (s.train.expert, s.train.expert_tensor) != (

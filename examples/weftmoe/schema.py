@@ -134,11 +134,17 @@ class Cluster(_Block):
 
 
 class Sampling(_Block):
-    """How completions are drawn. Log-probs are those of this distribution, so anything but 1, 1 biases the ratio."""
+    """How completions are drawn. Log-probs are those of this distribution, so anything but 1, 1 biases the ratio.
+
+    Attributes:
+        repeat: draw with the same random numbers at every step: steps on the same prompts (`data.shuffle` false) then
+            differ by their weights alone. Needs `train.deterministic`, without which the engine draws its own.
+    """
 
     temperature: Annotated[float, Field(gt=0.0)] = 1.0
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     stop: tuple[str, ...] = ()
+    repeat: bool = False
 
 
 class Rollout(_Block):

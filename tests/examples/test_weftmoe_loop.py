@@ -18,6 +18,7 @@ from weftmoe.loop import checkpoint
 from weftmoe.loop.collect import Collector
 from weftmoe.loop.optimizer import learning_rate, optimizer_fields
 from weftmoe.loop.prompts import EncodedPrompt, stop_tokens
+from weftmoe.loop.ranks import Ranks
 from weftmoe.loop.scoring import log_probabilities
 from weftmoe.loop.step import FixedTokens, _minibatches, _over_ranks
 from weftmoe.loop.weights import megatron_name, tensor_parallel_part
@@ -110,6 +111,17 @@ def test_seeds_follow_from_the_step(tmp_path: Path) -> None:
     later.collect(3, third, Timers())
     assert one.requests == other.requests
     assert {r.seed for r in one.requests[0]}.isdisjoint(r.seed for r in third.requests[0])
+
+
+def test_seeds_can_repeat(tmp_path: Path) -> None:
+    """Two steps on the same prompts then differ by their weights alone."""
+    repeated = ("rollout.sampling.repeat=true", "train.deterministic=true")
+    first, one, _ = collector(tmp_path, [1], *repeated)
+    later, other, _ = collector(tmp_path, [1], *repeated)
+    first.collect(1, one, Timers())
+    later.collect(2, other, Timers())
+    assert one.requests == other.requests
+    assert len({request.seed for request in one.requests[0]}) == 12
 
 
 def test_dynamic_sampling_draws_more_prompts(tmp_path: Path) -> None:
@@ -341,7 +353,7 @@ def test_fixed_tokens_see_a_single_bit(tmp_path: Path) -> None:
     made, oracle, _ = collector(tmp_path, [1])
     collected = made.collect(1, oracle, Timers())
     assert collected is not None
-    fixed = FixedTokens(collected, count=4)
+    fixed = FixedTokens.of(collected, count=4)
     asked: list[Any] = []
 
     class Scorer:
@@ -380,6 +392,53 @@ def test_the_newest_whole_checkpoint_is_found(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / ".step-000040.part").mkdir()
     assert checkpoint.latest(tmp_path) == newest
     assert checkpoint.read_state(newest).step == 20
+
+
+def test_fixed_tokens_come_back(tmp_path: Path) -> None:
+    """A resumed run with learning rate 0 chose other tokens to score, and their digests said nothing about those from
+    before."""
+    path = tmp_path / "loop.json"
+    state = checkpoint.LoopState(2, {"drawn": 8}, Counters(), {}, (((1, 2, 3), 1), ((4, 5), 1)))
+    checkpoint._write_state(path, state)
+    assert checkpoint.read_state(tmp_path) == state
+
+
+@pytest.mark.parametrize("full", ["trainer", "state"])
+def test_a_full_disk_is_one_message_and_leaves_no_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: str
+) -> None:
+    """Megatron's writers end in torch's CheckpointException, which is no Exception: it went through every handler and
+    ended the run in a traceback of the launcher's."""
+    whole = checkpoint_folder(tmp_path, 10)
+
+    def write_trainer(trainer: Any, path: Path) -> None:
+        (path / "shard").write_bytes(b"half")
+        if full == "trainer":
+            raise checkpoint._NotWritten("rank 0: Worker failure")
+
+    def write_state(path: Path, state: Any) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(checkpoint, "_save_trainer", write_trainer)
+    monkeypatch.setattr(checkpoint, "_write_state", write_state)
+    trainer: Any = None
+    state = checkpoint.LoopState(20, {}, Counters(), {})
+    with pytest.raises(CheckpointError, match=r"step-000020 could not be written: .* MiB were free\."):
+        checkpoint.save(tmp_path, trainer, state, Ranks())
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [whole.name]
+
+
+def test_a_failed_writer_of_megatrons_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("megatron.core.dist_checkpointing")
+    from megatron.core import dist_checkpointing
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    def save(state: Any, path: str) -> None:
+        raise CheckpointException("write", {0: (RuntimeError("Worker failure"), [])})
+
+    monkeypatch.setattr(dist_checkpointing, "save", save)
+    with pytest.raises(checkpoint._NotWritten, match="rank 0: Worker failure"):
+        checkpoint._write_trainer({}, tmp_path)
 
 
 def test_old_checkpoints_go(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ name that is looked for. Random numbers need no state: every draw of a step come
 prompt. The version that a checkpoint holds is its step's, and a resumed run publishes it first, before it samples.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -36,12 +37,14 @@ class LoopState:
         data: position of the prompt sampler.
         total: token counters since step 1.
         identity: settings that a resumed run must share: variant, optimizer, seed, model.
+        fixed: (tokens, first) that are scored after every publish of a run with learning rate 0.
     """
 
     step: int
     data: dict[str, int]
     total: Counters
     identity: dict[str, str]
+    fixed: tuple[tuple[tuple[int, ...], int], ...] = ()
 
 
 def latest(out: Path) -> Path | None:
@@ -55,7 +58,8 @@ def read_state(path: Path) -> LoopState:
     """The loop's part of a checkpoint; CheckpointError if it is damaged."""
     try:
         data = json.loads((path / _STATE).read_text(encoding="utf-8"))
-        return LoopState(data["step"], data["data"], Counters(**data["total"]), data["identity"])
+        fixed = tuple((tuple(tokens), first) for tokens, first in data.get("fixed", ()))
+        return LoopState(data["step"], data["data"], Counters(**data["total"]), data["identity"], fixed)
     except (OSError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{path / _STATE} cannot be read: {error}; remove {path} to resume from an older one"
@@ -70,29 +74,26 @@ def save(out: Path, trainer: MegatronGrpo, state: LoopState, ranks: Ranks) -> Pa
     """
     target = out / "checkpoints" / f"{_PREFIX}{state.step:06d}"
     part = target.with_name(f".{target.name}.part")
-    if ranks.first:
-        shutil.rmtree(part, ignore_errors=True)
-        (part / _TRAINER).mkdir(parents=True)
-    ranks.barrier()
-    _save_trainer(trainer, part / _TRAINER)
-    ranks.barrier()
-    if ranks.first:
-        plain = {
-            "step": state.step,
-            "data": state.data,
-            "total": state.total.model_dump(),
-            "identity": state.identity,
-        }
-        with (part / _STATE).open("w", encoding="utf-8") as file:
-            json.dump(plain, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        if target.exists():  # of an earlier start that went further than the checkpoint which this one resumed
-            shutil.rmtree(target)
-        try:
+    try:
+        if ranks.first:
+            shutil.rmtree(part, ignore_errors=True)
+            (part / _TRAINER).mkdir(parents=True)
+        ranks.barrier()
+        _save_trainer(trainer, part / _TRAINER)
+        ranks.barrier()
+        if ranks.first:
+            _write_state(part / _STATE, state)
+            if target.exists():  # of an earlier start that went further than the checkpoint which this one resumed
+                shutil.rmtree(target)
             part.rename(target)
-        except OSError as error:
-            raise CheckpointError(f"{target}: {error}; free space, and the next save will try again") from error
+    except (OSError, _NotWritten) as error:
+        free = shutil.disk_usage(out).free
+        if ranks.first:
+            shutil.rmtree(part, ignore_errors=True)
+        raise CheckpointError(
+            f"{target} could not be written: {error}; {free >> 20} MiB were free. Free space and start again with "
+            "the same --out: older checkpoints are whole, and the run goes on from the newest"
+        ) from error
     ranks.barrier()
     return target
 
@@ -122,14 +123,39 @@ def delete_old(out: Path, keep: int) -> None:
         shutil.rmtree(path)
 
 
-def _save_trainer(trainer: MegatronGrpo, path: Path) -> None:
-    from megatron.core import dist_checkpointing
+class _NotWritten(Exception):
+    """Megatron's writers failed; on every rank."""
 
-    if trainer.attachment.attached:
-        with trainer.attachment.saving():
-            dist_checkpointing.save(_sharded(trainer, loading=False), str(path))
-    else:
-        dist_checkpointing.save(_sharded(trainer, loading=False), str(path))
+
+def _write_state(path: Path, state: LoopState) -> None:
+    plain = {
+        "step": state.step,
+        "data": state.data,
+        "total": state.total.model_dump(),
+        "identity": state.identity,
+        "fixed": state.fixed,
+    }
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(plain, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _save_trainer(trainer: MegatronGrpo, path: Path) -> None:
+    attachment = trainer.attachment
+    with attachment.saving() if attachment.attached else contextlib.nullcontext():
+        _write_trainer(_sharded(trainer, loading=False), path)
+
+
+def _write_trainer(state: dict[str, Any], path: Path) -> None:
+    from megatron.core import dist_checkpointing
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        dist_checkpointing.save(state, str(path))
+    except CheckpointException as error:  # no Exception, so nobody above would take it for a failed save
+        causes = {f"rank {rank}: {cause}" for rank, (cause, _) in error.failures.items()}
+        raise _NotWritten("; ".join(sorted(causes))) from error
 
 
 def _load_trainer(trainer: MegatronGrpo, path: Path) -> None:

@@ -141,8 +141,9 @@ class Collector:
     ) -> tuple[list[_Group], dict[str, int]]:
         settings = self._settings
         each, total = settings.algorithm.completions, settings.length.total
+        drawn = 0 if settings.rollout.sampling.repeat else step
         requests = [
-            Request(one.tokens, total - len(one.tokens), _seed(settings.seed, step, round, place, number))
+            Request(one.tokens, total - len(one.tokens), _seed(settings.seed, drawn, round, place, number))
             for place, one in enumerate(prompts)
             for number in range(each)
         ]

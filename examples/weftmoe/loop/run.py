@@ -105,7 +105,7 @@ class _Run:
         self._connect()
         self._collector = self._make_collector(stack)
         self._open_telemetry(stack)
-        self._fixed: FixedTokens | None = None
+        self._fixed = FixedTokens(self._state.fixed) if self._state.fixed else None
 
     def steps(self) -> RunResult:
         """Make the steps that are left."""
@@ -276,11 +276,14 @@ class _Run:
             )
         counters = _counters(collected)
         drawn = self._ranks.broadcast(self._sampler.state())
-        self._state = checkpoint.LoopState(step, drawn, self._state.total.plus(counters), self._identity)
+        if settings.optimizer.lr == 0.0 and self._fixed is None:
+            self._fixed = FixedTokens.of(collected)
+        fixed = () if self._fixed is None else self._fixed.sequences
+        self._state = checkpoint.LoopState(step, drawn, self._state.total.plus(counters), self._identity, fixed)
         self._save_if_due(step)
         progress.phase(f"step {step}: publishing version {step}")
         published = publish_version(self._trainer, self._rollout, step, timers)
-        digest = self._fixed_digest(collected)
+        digest = None if self._fixed is None else self._fixed.digest(self._rollout)
         timers.add("total", time.perf_counter() - began)
         record = self._record(step, served, collected, counters, trained, published, away, digest)
         if self._ranks.first:
@@ -312,14 +315,6 @@ class _Run:
             checkpoint.save(self._settings.out, self._trainer, self._state, self._ranks)
             if self._ranks.first:
                 checkpoint.delete_old(self._settings.out, self._settings.checkpoint.keep)
-
-    def _fixed_digest(self, collected: Collected) -> str | None:
-        """With learning rate 0 nothing may change: the same tokens are scored after every publish."""
-        if self._settings.optimizer.lr != 0.0:
-            return None
-        if self._fixed is None:
-            self._fixed = FixedTokens(collected)
-        return self._fixed.digest(self._rollout)
 
     def _record(
         self,

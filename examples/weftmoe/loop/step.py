@@ -100,17 +100,21 @@ class FixedTokens:
     """Scores the same tokens after every publish: with learning rate 0 the results must be the same bits.
 
     Args:
-        collected: of the first step; some of its sequences are the fixed tokens.
-        count: how many.
+        sequences: (tokens, first), those from position `first` on are scored.
     """
 
-    def __init__(self, collected: Collected, count: int = 8) -> None:
+    def __init__(self, sequences: Many[tuple[tuple[int, ...], int]]) -> None:
+        self.sequences = tuple(sequences)
+
+    @classmethod
+    def of(cls, collected: Collected, count: int = 8) -> "FixedTokens":
+        """Some completions of a step, those of its first."""
         chosen = collected.sequences[:: max(1, len(collected.sequences) // count)][:count]
-        self._sequences = [(s.tokens, s.prompt) for s in chosen]
+        return cls([(s.tokens, s.prompt) for s in chosen])
 
     def digest(self, rollout: Rollout) -> str:
         """SHA-256 over the bits of all log-probabilities, as the engine gives them now."""
-        scores = rollout.score(self._sequences)
+        scores = rollout.score(self.sequences)
         values = [value for sequence in scores for value in sequence]
         return hashlib.sha256(struct.pack(f"<{len(values)}d", *values)).hexdigest()
 
