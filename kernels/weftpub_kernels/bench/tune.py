@@ -77,8 +77,8 @@ CANDIDATES["latency"] = (
     dataclasses.replace(_EARLY, by_rows=False),
     dataclasses.replace(_EARLY, load_cache=".cg"),
     dataclasses.replace(_EARLY, order="down"),
-    dataclasses.replace(_EARLY, stagger=600),
-    dataclasses.replace(_EARLY, stagger=1500),
+    dataclasses.replace(_EARLY, early=False, stagger=600),  # after a sleep ptxas does not work addresses out early
+    dataclasses.replace(_EARLY, early=False, stagger=1500),
     dataclasses.replace(_FIXED, stagger=1000),
     _STAY,
     dataclasses.replace(_STAY, stagger=1000),
