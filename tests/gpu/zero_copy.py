@@ -48,7 +48,7 @@ def main() -> int:
     parser.add_argument("--cycles", type=int, default=12, help="publishes of each variant of `speed`")
     parser.add_argument("--engine-cycles", type=int, default=50, help="cycles of the SGLang engine")
     parser.add_argument("--seed", type=int, default=1, help="of the points where processes are killed")
-    parser.add_argument("--kills", type=int, default=12, help="processes killed in `kills`")
+    parser.add_argument("--kills", type=int, default=10, help="processes killed in `kills`")
     parser.add_argument("--no-sglang", action="store_true", help="speed without SGLang's own update")
     parser.add_argument("--beside", action="store_true", help="others use this GPU")
     parser.add_argument("--commit", default="", help="what is measured, for the page")
