@@ -17,10 +17,9 @@ from weftmoe.data.prompts import names_a_path
 from weftmoe.env import changed, role_environment
 from weftmoe.rundir import claim, settings_path
 from weftmoe.schema import Settings
-from weftpub import cli
-from weftpub.errors import ConfigError
+from weftpub.errors import ConfigError, WeftpubError
 
-__all__ = ["launch", "main", "require_driven", "resolve", "torchrun_command"]
+__all__ = ["command", "launch", "main", "require_driven", "resolve", "torchrun_command"]
 
 
 def launch(
@@ -171,9 +170,25 @@ def require_driven(settings: Settings) -> None:
         )
 
 
+def command(arguments: Sequence[str]) -> int:
+    """Run a command line, under the name of the script that people call; its exit code. weftpub's own errors become
+    one message.
+    """
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(launch)
+    try:
+        app(args=list(arguments), prog_name="run.sh")
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except WeftpubError as error:
+        print(f"weftmoe: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
 def main() -> None:
     """Entry point of `python -m weftmoe.launch`."""
-    sys.exit(cli.run(["launch", *sys.argv[1:]], commands={"launch": launch}))
+    sys.exit(command(sys.argv[1:]))
 
 
 def _check_plan(settings: Settings, gpu_memory: float, *, ignore: bool) -> None:

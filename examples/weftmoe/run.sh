@@ -20,6 +20,7 @@ usage: run.sh baseline|bf16|fp8 [options] [block.key=value ...]
   --out DIR            everything that the run writes (runs/weftmoe)
   --seed N             of data, sampling and made models
   --smoke              the tiny run: made model and arithmetic, on one GPU or without
+  --grace SECONDS      that the run has for ending by itself when it is told to (60)
   --no-doctor          do not check the machine first
   --ignore-plan        start although the plan says that the memory is not there
   --print, --dry-run   print the resolved settings, or the command, and leave
@@ -30,8 +31,6 @@ TEXT
 }
 
 readonly EXIT_USAGE=2 EXIT_DOCTOR=3 EXIT_AGAIN=75
-# Seconds that a run has for ending by itself after it was told to.
-readonly GRACE="${WEFTMOE_GRACE:-60}"
 
 fail_usage() {
   printf 'run.sh: %s (run.sh --help)\n' "$1" >&2
@@ -66,6 +65,7 @@ check=1
 starts=1
 gpus_given=0
 smoke=0
+grace=60
 while (($#)); do
   case "$1" in
     --model | --data | --length | --optimizer | --nodes | --node-rank | --master | --gpus | --steps | --out | --seed)
@@ -78,6 +78,11 @@ while (($#)); do
           ;;
         --nodes | --out) doctor+=("$1" "$2") ;;
       esac
+      shift 2
+      ;;
+    --grace)
+      [[ "${2:-}" =~ ^[0-9]+$ ]] || fail_usage '--grace needs a number of seconds'
+      grace="$2"
       shift 2
       ;;
     --smoke)
@@ -150,7 +155,7 @@ group_runs() {
 # shellcheck disable=SC2317 # called by the traps
 end_group() {
   kill -s TERM -- "-$group" 2>/dev/null || return 0
-  local end=$((SECONDS + GRACE))
+  local end=$((SECONDS + grace))
   while group_runs; do
     if ((SECONDS >= end)); then
       kill -s KILL -- "-$group" 2>/dev/null || true

@@ -19,9 +19,8 @@ from weftmoe import settings as composed
 from weftmoe import worker
 from weftmoe.checks import ALLOCATOR_VARIABLES
 from weftmoe.env import changed, require_environment, role_environment
-from weftmoe.launch import launch, resolve, torchrun_command
+from weftmoe.launch import command, resolve, torchrun_command
 from weftmoe.rundir import claim, differences, settings_path
-from weftpub import cli
 from weftpub.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,7 +68,17 @@ def test_options_come_before_overrides() -> None:
 
 
 def run(*arguments: str) -> int:
-    return cli.run(["launch", *arguments], commands={"launch": launch})
+    return command(arguments)
+
+
+def test_wrong_usage_speaks_of_the_script(capsys: pytest.CaptureFixture[str]) -> None:
+    """People call run.sh, and were told the usage of `weftpub launch`, which does not exist."""
+    assert run("fp8", "--steps", "many") == 2
+    message = capsys.readouterr().err
+    assert "Usage: run.sh [OPTIONS]" in message
+    assert "weftpub" not in message
+    assert run("fp9") == 1
+    assert capsys.readouterr().err.startswith("weftmoe: ConfigError: variant 'fp9' is unknown")
 
 
 def test_settings_are_printed_and_nothing_is_started(
@@ -396,6 +405,7 @@ def test_printing_needs_no_doctor(fake: Path) -> None:
         (("fp9",), "unknown variant"),
         (("fp8", "--speed"), "unknown option"),
         (("fp8", "--out"), "needs a value"),
+        (("fp8", "--grace", "soon"), "needs a number of seconds"),
     ],
 )
 def test_wrong_usage(fake: Path, arguments: tuple[str, ...], message: str) -> None:
@@ -442,7 +452,7 @@ def test_a_signal_ends_the_run_and_nothing_else(fake: Path, number: int, code: i
 def test_a_run_that_does_not_end_is_ended(fake: Path) -> None:
     (fake / "long").touch()
     (fake / "stubborn").touch()
-    process = script(fake, "fp8", WEFTMOE_GRACE="1")
+    process = script(fake, "fp8", "--grace", "1")
     until(lambda: (fake / "leader").exists())
     leader = int((fake / "leader").read_text())
     os.kill(process.pid, signal.SIGTERM)
@@ -492,14 +502,13 @@ def job(cluster: Path) -> "subprocess.Popen[str]":
     environment = {
         **os.environ,
         "PATH": f"{cluster}:{os.environ['PATH']}",
-        "WEFTMOE": str(cluster),
-        "SLURM_SUBMIT_DIR": "/",
         "SLURM_JOB_ID": "12345",
         "SLURM_JOB_NODELIST": "node-[a-b]",
         "SLURM_NNODES": "2",
     }
     return subprocess.Popen(
         ["bash", str(WEFTMOE / "slurm.sbatch"), "fp8", "--out", "o"],
+        cwd=cluster,
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
