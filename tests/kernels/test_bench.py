@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -99,4 +100,8 @@ def test_candidates_have_names_of_their_own() -> None:
 def test_the_tuner_writes_rows_that_read_as_what_they_were() -> None:
     text = "[\n" + tune.source_of(ROWS) + "]"
     assert eval(text, {"Tuning": Tuning}) == ROWS
-    assert text.splitlines()[1:] == Path(tuning.__file__).read_text().split("= [\n")[1].splitlines()[: len(ROWS) + 1]
+    assert text in Path(tuning.__file__).read_text()
+    long = [(math.inf, Tuning(128, ".cg", "evict_first", "", "", True, True, True, True, "W^T", "stay"))]
+    text = tune.source_of(long)
+    assert eval(f"[{text}]", {"Tuning": Tuning}) == long
+    assert max(map(len, text.splitlines())) <= 120

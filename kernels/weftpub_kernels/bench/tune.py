@@ -105,7 +105,9 @@ def source_of(rows: Sequence[tuple[float, Tuning]]) -> str:
     lines = ""
     for most, candidate in rows:
         fields = ", ".join(f"{name}={value!r}" for name, value in _unusual(candidate)).replace("'", '"')
-        lines += f"    ({'float("inf")' if math.isinf(most) else most}, Tuning({fields})),\n"
+        limit = 'float("inf")' if math.isinf(most) else most
+        line = f"    ({limit}, Tuning({fields})),\n"
+        lines += line if len(line) <= 121 else f"    (\n        {limit},\n        Tuning({fields}),\n    ),\n"
     return lines
 
 
