@@ -16,9 +16,10 @@ import torch
 
 from weftpub.errors import ConfigError
 
-__all__ = ["ENGINE", "REFUSE", "STEP_S", "environment", "install_plugins", "register"]
+__all__ = ["COMPILES_S", "ENGINE", "REFUSE", "STEP_S", "environment", "install_plugins", "register"]
 
 STEP_S = 0.02  # of one forward pass
+COMPILES_S = 0.6  # how long a grammar compiles
 REFUSE = "WEFTPUB_TEST_REFUSE"
 
 # Settings with which an engine of a tiny model starts in half a minute.
@@ -76,6 +77,7 @@ def register() -> None:
     from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
 
     _refuse_on_demand()
+    _compile_slowly()
     pynccl.PyNcclCommunicator = lambda *_, **__: SimpleNamespace(disabled=True, available=False, world_size=1)
     Qwen3MoeForCausalLM.forward = _count
 
@@ -97,6 +99,40 @@ def _refuse_on_demand() -> None:
         original(scheduler)
 
     worker.refuse_unfit = refuse_unfit
+
+
+def _compile_slowly() -> None:
+    """Grammars that take their time, and then allow everything; SGLang makes none for an engine without tokenizer."""
+    from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend, BaseGrammarObject
+    from sglang.srt.constrained.grammar_manager import GrammarManager
+
+    class Anything(BaseGrammarObject):
+        def accept_token(self, token: int) -> None: ...
+
+        def allocate_vocab_mask(self, vocab_size: int, batch_size: int, device: Any) -> torch.Tensor:
+            return torch.zeros(batch_size, 1)
+
+        def fill_vocab_mask(self, vocab_mask: torch.Tensor, idx: int) -> None: ...
+
+        @staticmethod
+        def move_vocab_mask(vocab_mask: torch.Tensor, device: Any) -> torch.Tensor:
+            return vocab_mask
+
+        @staticmethod
+        def apply_vocab_mask(logits: torch.Tensor, vocab_mask: torch.Tensor) -> None: ...
+
+    class Slow(BaseGrammarBackend):
+        def dispatch_json(self, key_string: str) -> BaseGrammarObject:
+            time.sleep(COMPILES_S)
+            return Anything()
+
+    original = GrammarManager.__init__
+
+    def init(self: Any, scheduler: Any) -> None:
+        original(self, scheduler)
+        self.grammar_backend = Slow()
+
+    GrammarManager.__init__ = init
 
 
 @torch.no_grad()

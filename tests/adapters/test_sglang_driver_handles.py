@@ -205,7 +205,7 @@ class Slow:
 
     The tokenizer manager passes one abort of a request on and ignores later ones (`ReqState.abort_sent`); while it is
     paused it keeps requests that it has not passed on. The scheduler ignores the abort of a request that it does not
-    have; a paused one gives a request back at once.
+    have; a paused one gives a request back at once, and says of one that waits for its grammar that it was wrong.
     """
 
     def __init__(self) -> None:
@@ -215,6 +215,7 @@ class Slow:
         self.scheduled: dict[str, list[str]] = {}  # requests that the scheduler has; the versions of their tokens
         self.aborted: set[str] = set()  # whose abort was passed on
         self.on_the_way = False  # whether requests stay in the tokenizer manager
+        self.compiling: set[str] = set()  # requests that wait for their grammar
 
     async def send(self, request: str, ask: Ask) -> dict[str, Any]:
         self.prompts.append(ask.prompt)
@@ -227,7 +228,10 @@ class Slow:
         if request in self.aborted or request not in self.asked:
             return
         self.aborted.add(request)
-        if request in self.scheduled:
+        if request in self.compiling:  # SGLang answers with a status of 400
+            future = self.asked.pop(request)
+            future.get_loop().call_soon_threadsafe(future.set_exception, ChannelError("Aborted by AbortReq."))
+        elif request in self.scheduled:
             self.answer(request, {"type": "abort", "message": "aborted"})
 
     def arrive(self) -> None:
@@ -359,6 +363,29 @@ def test_a_request_that_cannot_be_aborted_again_begins_again(desk: Desk) -> None
     answer = first.result(10)
     assert ([span.version for span in answer.versions], answer.attempts) == (["2"], 2)
     assert engine.prompts == [[1], [1]]
+
+
+def test_requests_that_wait_for_their_grammar_are_taken_back_or_given_up(desk: Desk) -> None:
+    """SGLang answers the abort of such a request as if it had been wrong, and it was lost."""
+    engine = desk.engine
+    engine.on_the_way = True
+    first = desk.ask([1])
+    engine.compiling = set(engine.asked)
+    desk.wait(desk.desk.take_back(), "restart")
+    wait_for(lambda: len(engine.prompts) == 2)
+    wait_for(lambda: len(engine.asked) == 1)
+    engine.compiling = set(engine.asked)
+    desk.wait(desk.desk.give_up(), "abort")
+    for request in list(engine.asked):
+        desk.wait(engine.cancel(request), "abort")
+    answer = first.result(10)
+    assert (answer.finish, answer.tokens, answer.attempts) == ("abort", (), 2)
+    wrong = desk.ask([2])
+    engine.compiling = set(engine.asked)
+    for request in list(engine.asked):
+        desk.wait(engine.cancel(request), "test")
+    with pytest.raises(ChannelError, match="AbortReq"):
+        wrong.result(10)
 
 
 def test_a_restart_pauses_before_it_aborts(server: Server, engine: HttpEngine) -> None:

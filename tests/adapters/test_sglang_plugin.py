@@ -3,6 +3,7 @@ processes, with the plugin in every worker. Only the forward pass is replaced (s
 before plus the version of the weights, so every answer shows which weights made each of its tokens.
 """
 
+import asyncio
 import json
 import os
 import subprocess
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import fp8_tensors
-from cpu_engine import ENGINE, REFUSE, environment, install_plugins
+from cpu_engine import COMPILES_S, ENGINE, REFUSE, environment, install_plugins
 from layouts import LAYOUTS
 
 from weftpub.channel import Deadlines
@@ -49,9 +50,9 @@ class World:
     pool: ThreadPoolExecutor
     pids: list[int] = field(default_factory=list)
 
-    def ask(self, count: int, tokens: int) -> list[Future[list[Completion]]]:
+    def ask(self, count: int, tokens: int, **sampling: Any) -> list[Future[list[Completion]]]:
         """Requests whose prompts end in 1, 2, ..., each from a thread of its own."""
-        sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True, **sampling}
         return [self.pool.submit(self.engine.generate, [[9, first + 1]], sampling) for first in range(count)]
 
     def publish(self, version: int, mode: Any = "retract", **arguments: Any) -> None:
@@ -91,13 +92,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     install_plugins(folder / "site")
     (folder / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
     model = write_engine_directory(folder / "model", folder / "config.json")
-    before = dict(os.environ)
-    os.environ.update({**environment(2), REFUSE: str(folder / "refuse")})
-    try:
-        engine = LocalEngine.start(model_path=str(model), tp_size=2, ep_size=2, deadlines=DEADLINES, **ENGINE)
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    engine = started(folder, model)
     try:
         started_on_one_rank_only(engine, folder)
         peers = engine.start_receivers(RUN, folder / "s")
@@ -106,9 +101,22 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             publisher.set_plan(planned(publisher))
             step = ColocatedEngine(engine, publisher, deadlines=DEADLINES)
             with ThreadPoolExecutor(16) as pool:
-                yield World(engine, publisher, step, folder, pool)
+                made = World(engine, publisher, step, folder, pool)
+                yield made
+                engine = made.engine
     finally:
         engine.shutdown()
+
+
+def started(folder: Path, model: Path) -> LocalEngine:
+    """An engine with two workers."""
+    before = dict(os.environ)
+    os.environ.update({**environment(2), REFUSE: str(folder / "refuse")})
+    try:
+        return LocalEngine.start(model_path=str(model), tp_size=2, ep_size=2, deadlines=DEADLINES, **ENGINE)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def started_on_one_rank_only(engine: LocalEngine, folder: Path) -> None:
@@ -197,6 +205,70 @@ def test_requests_in_flight_are_treated_as_the_mode_promises(world: World, mode:
     assert world.engine.weight_version() == str(old + 1)
 
 
+def test_a_restart_takes_back_what_is_still_on_its_way(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An abort that overtakes its request is ignored by the scheduler, and SGLang passes no second one on: a restart
+    waited for the whole answer, which was the old version's."""
+    old = int(world.engine.weight_version())
+    manager: Any = world.engine._manager
+    send = manager._send_one_request
+
+    async def slowly(tokenized: Any) -> None:
+        await asyncio.sleep(0.8)
+        await send(tokenized)
+
+    monkeypatch.setattr(manager, "_send_one_request", slowly)
+    asked = world.ask(2, 100)
+    until = time.monotonic() + 30
+    while world.engine.in_flight < 2 and time.monotonic() < until:
+        time.sleep(0.01)
+    world.step.drain("restart")
+    monkeypatch.setattr(manager, "_send_one_request", send)
+    for version in (old + 1, old + 2):
+        world.publish(version, "restart")
+        assert not any(future.done() for future in asked)
+        time.sleep(0.8)  # on its way no longer, and some tokens
+    for first, answer in enumerate(answers(asked)):
+        check_tokens(answer, first + 1)
+        assert [span.version for span in answer.versions] == [str(old + 2)]
+
+
+@pytest.mark.parametrize("mode", ["retract", "drain", "restart", "abort"])
+def test_requests_that_wait_for_their_grammar_wait_through_a_publish(world: World, mode: str) -> None:
+    """A paused scheduler never looks into its grammar queue, and counts what is there as work: draining it ended at the
+    deadline. And aborting what is there makes SGLang say that the request was wrong: it was lost."""
+    old = int(world.engine.weight_version())
+    asked = world.ask(2, 4, json_schema=json.dumps({"title": mode}))
+    until = time.monotonic() + 30
+    while world.engine.in_flight < 2 and time.monotonic() < until:
+        time.sleep(0.01)
+    time.sleep(COMPILES_S / 3)
+    world.publish(old + 1, mode)
+    for first, answer in enumerate(answers(asked)):
+        if mode == "abort":
+            assert (answer.tokens, answer.finish) == ((), "abort")
+            continue
+        check_tokens(answer, first + 1)
+        assert [span.version for span in answer.versions] == [str(old if mode == "drain" else old + 1)]
+        assert (len(answer.tokens), answer.finish) == (4, "length")
+
+
+def test_a_worker_that_refuses_to_go_on_is_named_to_the_driver(world: World) -> None:
+    """Somebody else had released the cache; the workers did not go on, only their logs said so, and the driver called
+    the engine serving."""
+    world.step.drain()
+    world.engine.release(["kv_cache"])  # behind the driver's back
+    with pytest.raises(
+        StateError, match="refuse: receiver rank 0: the memory of kv_cache is released; receiver rank 1"
+    ):
+        world.step.continue_()
+    reports = world.publisher.status().values()
+    assert {(report.may_serve, report.resting) for report in reports} == {(False, True)}
+    world.engine.resume(["kv_cache"])
+    world.step.continue_()
+    assert len(answers(world.ask(1, 2))[0].tokens) == 2
+    assert {(r.may_serve, r.resting) for r in world.publisher.status().values()} == {(True, False)}
+
+
 def test_changed_bytes_fence_the_engine_until_a_complete_publish(world: World) -> None:
     """A byte differs from what the trainer's checksum says: nothing of the version is served, nothing is lost."""
     old = int(world.engine.weight_version())
@@ -251,12 +323,15 @@ def test_a_restarted_driver_finds_the_receivers_and_another_run_does_not_take_th
     states = {rank: (report.state, report.version) for rank, report in world.publisher.status().items()}
     again = world.engine.start_receivers(RUN, world.folder / "s")
     assert [peer.rank for peer in again] == [0, 1]
+    assert len(world.publisher.status()) == 2  # asking did not take its place
     with Publisher(
         RUN, world.publisher.plan, again, commit_path=world.folder / "commit.json", deadlines=Deadlines.all(30.0)
     ) as restarted:
         assert {rank: (r.state, r.version) for rank, r in restarted.status().items()} == states
         with pytest.raises(StateError, match="stale"):
             world.publisher.status()
+    world.publisher.take_over()
+    assert len(world.publisher.status()) == 2
     with pytest.raises(ChannelError, match=f"tensor parallel rank 1: StateError: a receiver of run '{RUN}'"):
         world.engine.start_receivers("another", world.folder / "other")
 
@@ -277,11 +352,43 @@ def test_stopped_receivers_leave_the_engine_serving(world: World) -> None:
     assert answers(world.ask(1, 1))[0].versions[0].version == str(old + 1)
 
 
-def test_a_worker_that_dies_is_named_and_this_process_lives_on(world: World) -> None:
-    """SGLang ends the whole process tree of an engine's parent when a worker dies: here that is the trainer."""
-    threading.Timer(0.5, os.kill, (world.pids[1], 9)).start()
-    with pytest.raises(ChannelError, match=f"worker processes .*{world.pids[1]}.* have ended"):
-        ask_until(world.engine, time.monotonic() + 60)
+def test_a_worker_that_dies_is_named_and_the_restarted_engine_rejoins(world: World) -> None:
+    """SGLang ends the whole process tree of an engine's parent when a worker dies: here that is the trainer. The engine
+    that takes its place reports that it has no version, and computes nothing until it has all of one."""
+    old = int(world.engine.weight_version())
+    peers = world.engine.start_receivers("next", world.folder / "n")  # they run
+    with Publisher(
+        "next", world.publisher.plan, peers, commit_path=world.folder / "next.json", deadlines=Deadlines.all(60.0)
+    ) as publisher:
+        step = ColocatedEngine(world.engine, publisher, deadlines=DEADLINES)
+        step.drain()
+        step.publish(old + 1, sources(old + 1))
+        step.continue_()
+        threading.Timer(0.5, os.kill, (world.pids[1], 9)).start()
+        with pytest.raises(ChannelError, match=f"worker processes .*{world.pids[1]}.* have ended"):
+            ask_until(world.engine, time.monotonic() + 60)
+        with pytest.raises(ChannelError, match="have ended"):
+            step.drain()
+        world.engine.shutdown()
+        world.engine = started(world.folder, world.folder / "model")
+        world.engine.start_receivers("next", world.folder / "n")
+        standing = publisher.status()
+        assert {(r.state, r.version, r.may_serve) for r in standing.values()} == {(EngineState.TORN, None, False)}
+        step.rejoin(world.engine)
+        waiting = world.ask(2, 3)
+        with pytest.raises(TornError, match="no version was published to this engine since it started"):
+            step.continue_()
+        world.engine.continue_()  # SGLang's own verb
+        time.sleep(0.5)
+        assert not any(future.done() for future in waiting)
+        step.release()
+        step.publish(old + 2, sources(old + 2), verify_sha256=True)
+        step.resume()
+        step.continue_()
+        for first, answer in enumerate(answers(waiting)):
+            check_tokens(answer, first + 1)
+            assert [span.version for span in answer.versions] == [str(old + 2)]
+        assert {(r.state, r.version) for r in publisher.status().values()} == {(EngineState.SERVING, old + 2)}
 
 
 def ask_until(engine: LocalEngine, until: float) -> None:

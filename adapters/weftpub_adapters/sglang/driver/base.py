@@ -111,6 +111,7 @@ class BaseEngine(ABC):
                 self._call(self._drained(), "drain", self._deadlines.drain, cause)
             told = True
             if mode == "abort":
+                self._call(self._desk.give_up(), "abort", self._deadlines.control)
                 self._call(self._pause("abort"), "abort", self._deadlines.drain, "requests have not ended")
             self._call(self._pause("retract"), "pause", self._deadlines.control)
             if mode == "restart":  # after the pause: what an abort misses then has no token yet

@@ -78,6 +78,7 @@ class RequestDesk:
         self._changed = asyncio.Event()
         self._running: set[str] = set()
         self._recalled: set[str] = set()
+        self._given_up: set[str] = set()
 
     def generate(
         self,
@@ -144,6 +145,10 @@ class RequestDesk:
             self._changed.clear()
             await self._changed.wait()
 
+    async def give_up(self) -> None:
+        """What is under way is about to be aborted, and that is its answer."""
+        self._given_up.update(self._running)
+
     async def take_back(self) -> None:
         """Have a paused engine give back what is under way, to begin again when the desk opens. Returns when the engine
         was told.
@@ -159,8 +164,13 @@ class RequestDesk:
             attempts += 1
             request = f"weftpub-{uuid.uuid4().hex}"
             self._running.add(request)
+            answer: Mapping[str, Any] | None = None
             try:
                 answer = await self._send(request, ask)
+            except ChannelError:
+                # The abort of a request that still waits for its grammar is answered as a request that was wrong.
+                if request not in self._recalled | self._given_up:
+                    raise
             except asyncio.CancelledError:
                 self._loop.post(lambda rid=request: asyncio.ensure_future(self._cancel(rid)))
                 raise
@@ -168,7 +178,12 @@ class RequestDesk:
                 self._running.discard(request)
                 recalled = request in self._recalled
                 self._recalled.discard(request)
+                self._given_up.discard(request)
                 self._changed.set()
+            if answer is None:
+                if recalled:
+                    continue
+                return Completion((), "", "abort", (), (), (), attempts, {})
             completion = completion_of(answer, attempts, ask)
             mixed = len({span.version for span in completion.versions}) > 1
             if not (recalled and (mixed or completion.finish == "abort")):
