@@ -101,7 +101,7 @@ def test_the_tuner_writes_rows_that_read_as_what_they_were() -> None:
     text = "[\n" + tune.source_of(ROWS) + "]"
     assert eval(text, {"Tuning": Tuning}) == ROWS
     assert text in Path(tuning.__file__).read_text()
-    long = [(math.inf, Tuning(128, ".cg", "evict_first", "", "", True, True, True, True, "W^T", "stay"))]
+    long = [(math.inf, candidate) for group in tune.CANDIDATES.values() for candidate in group]
     text = tune.source_of(long)
     assert eval(f"[{text}]", {"Tuning": Tuning}) == long
     assert max(map(len, text.splitlines())) <= 120
