@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
+from pydantic import BaseModel
 
 from weftmoe import settings as composed
 from weftmoe.needs import TABLE_END, TABLE_START, budget_of, memory_table, updated
-from weftmoe.schema import Settings
+from weftmoe.schema import Roles, Rollout, Settings
 from weftpub.errors import ConfigError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "weftmoe"
@@ -159,19 +160,70 @@ def test_every_file_is_used() -> None:
     assert {path for run in stacks() for path in run} == set(composed.CONFIGS.rglob("*.yaml"))
 
 
-# These say what stays off, and take no other value.
-OFF = {"model.mtp", "model.speculative"}
+# These say what stays off or what there is, and take no other value; and whose numbers a block holds.
+SAID = {"model.mtp", "model.speculative", "algorithm.name", "length.name"}
+
+
+BLOCKS = {
+    info.annotation.__name__: name
+    for block in (Settings, Rollout, Roles)
+    for name, info in block.model_fields.items()
+    if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)
+}
+
+
+def reads(source: str) -> set[tuple[str, str]]:
+    """(block, key) pairs that a module reads: `settings.train.tensor`, and `train.tensor` where `train` is that block,
+    by assignment or by the annotation of a parameter."""
+    found: set[tuple[str, str]] = set()
+    for scope in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef | ast.ClassDef)):
+        aliases: dict[str, str] = {}
+        for node in ast.walk(scope):
+            if isinstance(node, ast.arg) and isinstance(node.annotation, ast.Name) and node.annotation.id in BLOCKS:
+                aliases[node.arg] = BLOCKS[node.annotation.id]
+            if isinstance(node, ast.Assign):
+                aliases.update(pair for target in node.targets for pair in assigned(target, node.value))
+        for node in ast.walk(scope):
+            if isinstance(node, ast.Attribute):
+                found.add((block_of(node.value, aliases), node.attr))
+    return found
+
+
+def assigned(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, str]]:
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+        for one, other in zip(target.elts, value.elts, strict=True):
+            yield from assigned(one, other)
+    elif isinstance(target, ast.Name) and isinstance(value, ast.Attribute):
+        yield target.id, value.attr
+
+
+def block_of(node: ast.expr, aliases: dict[str, str]) -> str:
+    """Name of the block that an expression is; "" for anything else."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return aliases.get(node.id, "") if isinstance(node, ast.Name) else ""
 
 
 def test_every_setting_is_read_somewhere() -> None:
-    # A key that nothing reads promises what does not happen.
+    """A key that nothing reads promises what does not happen. Keys of other blocks with the same name do not count."""
     about = {"schema.py", "settings.py", "checks.py", "needs.py"}
     sources = [path for path in composed.CONFIGS.parent.rglob("*.py") if path.name not in about]
-    nodes = [node for path in sources for node in ast.walk(ast.parse(path.read_text()))]
-    read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-    assert "unread" not in read
+    read = set().union(*(reads(path.read_text()) for path in sources))
     keys = {key for key, _ in leaves(full("fp8").model_dump(exclude={"roles"}))}
-    assert {key for key in keys if key.rpartition(".")[2] not in read} == OFF
+    unread = {key for key in keys if "." in key and tuple(key.split(".")[-2:]) not in read}
+    unread |= {key for key in keys if "." not in key and all(name != key for _, name in read)}
+    assert unread == SAID
+
+
+def test_the_search_for_reads_tells_blocks_apart() -> None:
+    source = """
+def f(settings, chosen: Optimizer):
+    train, engine = settings.train, settings.rollout
+    return train.tensor, engine.expert, chosen.lr, settings.publish.path, other.data
+"""
+    found = reads(source)
+    assert {("train", "tensor"), ("rollout", "expert"), ("optimizer", "lr"), ("publish", "path")} <= found
+    assert not {("rollout", "tensor"), ("train", "expert"), ("data", "path"), ("rollout", "data")} & found
 
 
 # Memory.
