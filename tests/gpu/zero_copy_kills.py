@@ -1,5 +1,6 @@
-"""The `kills` section of zero_copy.py: a trainer and an engine at work, either of which is killed at a random point, many
-times over. What is served before, between and after is always one whole, committed version.
+"""The `kills` section of zero_copy.py: a trainer and an engine at work, either killed at random points, many times.
+
+What is served before, between and after is always one whole, committed version.
 """
 
 import contextlib

@@ -1,0 +1,290 @@
+"""Turn results of zero_copy.py into a dated page, with the memory of a step as a picture.
+
+    python tests/gpu/zero_copy_page.py docs/results/PAGE.md OUT/zero_copy.json [MORE.json ...]
+
+Sections may come from several runs; a section that ran twice is an error, so that no page picks the better one. The
+picture and the JSON files go into a folder of the page's name.
+"""
+
+import json
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+GIB = 1 << 30
+# What memory is for -> colour: the trainer's in blues, the engine's in oranges, what both map in green.
+KINDS: Mapping[str, str] = {
+    "experts of both": "#2e7d4f",
+    "trainer: experts": "#1f4e8c",
+    "trainer: W^T": "#4a7fc1",
+    "trainer: other weights": "#86aede",
+    "trainer: gradients": "#c4d8f2",
+    "trainer: masters in flight": "#5b5fa8",
+    "engine: experts": "#b5541c",
+    "engine: other weights": "#e08a4f",
+    "engine: cache": "#f4c9a4",
+    "contexts and the rest": "#c8c8c8",
+}
+WAYS = (
+    "other weights alone",
+    "experts shared",
+    "experts copied",
+    "SGLang, flattened bucket",
+    "SGLang, named tensors",
+)
+
+
+def merged(paths: list[Path]) -> dict[str, Any]:
+    """The sections of several runs."""
+    found: dict[str, Any] = {"checks": {}, "failed": [], "numbers": {}, "seconds": {}, "runs": []}
+    for path in paths:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        twice = found["seconds"].keys() & data["seconds"].keys()
+        if twice:
+            raise SystemExit(f"{path}: {', '.join(sorted(twice))} ran in an earlier file, too; give each section once")
+        found["runs"].append({key: data[key] for key in ("environment", "sizes", "seconds")})
+        for key in ("checks", "numbers", "seconds"):
+            found[key] |= data[key]
+        found["failed"] += data["failed"]
+        found |= {key: data[key] for key in ("phases", "kills", "cycles") if key in data}
+    return found
+
+
+def speed_section(numbers: Mapping[str, Any]) -> list[str]:
+    """The ways that a version can take, and W^T."""
+    shared, alone = numbers["experts shared"], numbers["other weights alone"]
+    extra = numbers["shared_minus_other_ms"]
+    lines = [
+        "",
+        "## From the last update to serving",
+        "",
+        f"{numbers['expert_parameters'] / 1e9:.2f}e9 expert parameters (the experts of Qwen3.5-35B-A3B at expert "
+        f"parallel size 8) and {numbers['other_bytes'] / 1e9:.2f} GB of other weights, from the last matrix that the "
+        "quantizer wrote to 'committed, serving', with checksums on. The trainer is one process, the engine another.",
+        "",
+        f"**{shared['median_ms']:.2f} ms with shared experts, {extra:.2f} ms more than the copy of the other weights "
+        "alone**; at most 5 ms more was asked for.",
+        "",
+        "| | median ms | range | n | bytes copied |",
+        "|---|---|---|---|---|",
+    ]
+    total = numbers["experts copied"]["moved_bytes"]
+    for way in WAYS:
+        row = numbers.get(way)
+        if row is not None:
+            spread = f"{row['min_ms']:.2f} to {row['max_ms']:.2f}"
+            lines.append(
+                f"| {way} | {row['median_ms']:.2f} | {spread} | {row['n']} | {row.get('moved_bytes', total):,} |"
+            )
+    phases = [name for name in shared["phases_ms"] if name != "total"]
+    lines += ["", f"| ms, medians | {' | '.join(phases)} |", "|---" * (len(phases) + 1) + "|"]
+    for name, row in (("other weights alone", alone), ("experts shared", shared), ("experts copied", None)):
+        row = numbers[name] if row is None else row
+        lines.append(f"| {name} | {' | '.join(f'{row["phases_ms"].get(phase, 0.0):.2f}' for phase in phases)} |")
+    lines += [
+        "",
+        "`seal` reads the quantizer's sums and says that the generation is whole; `verify` includes the checksums that "
+        "the engine's process computes from the memory it serves. SGLang's own update is its serializer, its IPC and "
+        "its loaders (`WeightUpdater.update_weights_from_tensor`), without its server's round trips.",
+        "",
+        "| W^T | a step writes, ms | a backward pass has it made, ms | a reload makes it, ms | bytes |",
+        "|---|---|---|---|---|",
+    ]
+    for wt in ("store", "rebuild"):
+        row = numbers[f"wt={wt}"]
+        lines.append(
+            f'| `wt="{wt}"` | {row["write_ms"]:.1f} | {row["backward_ms"]:.2f} | {row["reload_ms"]:.2f} | '
+            f"{row['wt_bytes']:,} |"
+        )
+    return lines
+
+
+def phases_section(phases: Mapping[str, Any], picture: str) -> list[str]:
+    """Memory by phase and bytes over the link."""
+    names = list(next(iter(phases.values()))["memory"])
+    lines = [
+        "",
+        "## Memory of a step",
+        "",
+        f"![GPU memory by phase]({picture})",
+        "",
+        "Trainer and engine on one GPU, as the GPU itself says (GiB, contexts included). The same sizes: gradient "
+        "buffers in FP32 for all parameters, a cache of fixed size, no activations. Experts are quantized and "
+        "published for real; no forward or backward pass runs.",
+        "",
+        f"| GiB | {' | '.join(names)} |",
+        "|---" * (len(names) + 1) + "|",
+    ]
+    for variant, found in phases.items():
+        cells = (f"{sum(found['memory'][name].values()) / GIB:.1f}" for name in names)
+        lines.append(f"| {variant} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        "Bytes between host and GPU in one step, without the optimizer's own masters and state, which cross once each "
+        "way in every variant alike: the copies that were asked for, and what the GPU's PCIe counters saw.",
+        "",
+        "| | experts | all, to the GPU | all, to the host | counters, to the GPU | counters, to the host |",
+        "|---|---|---|---|---|---|",
+    ]
+    for variant, found in phases.items():
+        copied, seen = found["link"]["copied"], found["link"]["counters"]
+        told = (f"{seen[way]:,}" if seen[way] is not None else "not told" for way in ("to_gpu", "to_host"))
+        lines.append(
+            f"| {variant} | {found['experts_over_link']:,} | {copied['to_gpu']:,} | {copied['to_host']:,} | "
+            f"{' | '.join(told)} |"
+        )
+    return lines
+
+
+def kills_section(kills: Mapping[str, Any]) -> list[str]:
+    """Deaths at random points."""
+    lines = [
+        "",
+        "## Deaths",
+        "",
+        f"Either side killed with SIGKILL at points drawn from seed {kills['seed']}, in the middle of steps of a "
+        "trainer's and an engine's process. After each, what the engine serves is compared with the sum over the bytes "
+        "of the version that it claims.",
+        "",
+        "| | killed | after ms | what was left | back in ms |",
+        "|---|---|---|---|---|",
+    ]
+    for row in kills["rounds"]:
+        lines.append(f"| {row['round']} | {row['victim']} | {row['ms']} | {row['left']} | {row['restart_ms']} |")
+    return lines
+
+
+def engine_section(data: Mapping[str, Any]) -> list[str]:
+    """SGLang itself."""
+    cycles, numbers = data["cycles"], data["numbers"]
+    steps = sorted(row["s"] for row in cycles)
+    lines = [
+        "",
+        "## SGLang",
+        "",
+        f"{len(cycles)} cycles of drain, release, step, publish and resume with CUDA graphs and the memory saver on, "
+        f"median {steps[len(steps) // 2]:.2f} s each (sha256 of every tensor on both sides included). Killed: "
+        + ", ".join(
+            f"{who} in cycle {cycle}"
+            for cycle, who in sorted(numbers["engine_kills"]["cycles"].items(), key=lambda x: int(x[0]))
+        )
+        + f" (seed {numbers['engine_kills']['seed']}). An engine is up after {numbers['engine_up_s_1']} s.",
+        "",
+        "| check | | found |",
+        "|---|---|---|",
+    ]
+    return lines + [check_row(name.removeprefix("engine: "), row) for name, row in checks_of(data, "engine: ")]
+
+
+def mechanism_section(data: Mapping[str, Any]) -> list[str]:
+    """Checks of the mechanism, and what its calls cost."""
+    numbers = data["numbers"]
+    names = [name for name in data["checks"] if not name.startswith(("engine: ", "kills: ", "phases, "))]
+    others = {name for name in names if name.startswith((*WAYS, "at most", "shared experts"))}
+    lines = [
+        "",
+        "## Mechanism",
+        "",
+        f"Preflight {numbers['preflight_ms']:.0f} ms; making the memory {numbers['join_ms']['make']:.0f} ms, joining "
+        f"it {numbers['join_ms']['join']:.0f} ms; a change of a mapping's protection at most "
+        f"{max(numbers['protect_ms'].values()):.2f} ms.",
+        "",
+        "| check | | found |",
+        "|---|---|---|",
+    ]
+    return lines + [check_row(name, data["checks"][name]) for name in names if name not in others]
+
+
+def checks_of(data: Mapping[str, Any], start: str) -> list[tuple[str, Any]]:
+    """Checks of a section."""
+    return [(name, row) for name, row in data["checks"].items() if name.startswith(start)]
+
+
+def check_row(name: str, row: Mapping[str, Any]) -> str:
+    """One check as a row of a table; a check that was not judged says so."""
+    detail = "" if row["detail"] is None else str(row["detail"]).replace("|", "/").replace("\n", " ")[:300]
+    word = {True: "ok", False: "**failed**", None: "seen, not judged"}[row["passed"]]
+    return f"| {name} | {word} | {detail} |"
+
+
+def draw(phases: Mapping[str, Any], path: Path) -> None:
+    """Stacked bars: a group for each phase, a bar for each variant."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names, variants = list(next(iter(phases.values()))["memory"]), list(phases)
+    figure, axes = plt.subplots(figsize=(11, 5.2), layout="constrained")
+    width = 0.8 / len(variants)
+    for kind, colour in KINDS.items():
+        if not any(kind in found["memory"][name] for found in phases.values() for name in names):
+            continue
+        label: str | None = kind
+        for number, variant in enumerate(variants):
+            memory = phases[variant]["memory"]
+            heights = [memory[name].get(kind, 0) / GIB for name in names]
+            below = [
+                sum(memory[name].get(k, 0) for k in list(KINDS)[: list(KINDS).index(kind)]) / GIB for name in names
+            ]
+            places = [group + (number - (len(variants) - 1) / 2) * width for group in range(len(names))]
+            axes.bar(places, heights, width * 0.92, below, color=colour, label=label, edgecolor="white", linewidth=0.4)
+            label = None
+    tops: list[float] = []
+    for number, variant in enumerate(variants):
+        for group, name in enumerate(names):
+            top = sum(phases[variant]["memory"][name].values()) / GIB
+            tops.append(top)
+            place = group + (number - (len(variants) - 1) / 2) * width
+            axes.text(place, top, f" {variant}\n {top:.1f}", rotation=90, ha="center", va="bottom", fontsize=7)
+    axes.set_ylim(0, max(tops) * 1.32)
+    axes.set_xticks(range(len(names)), names)
+    axes.set_ylabel("GPU memory of trainer and engine, GiB")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main(page: Path, results: list[Path]) -> None:
+    """Write the page, its picture and the raw files."""
+    data = merged(results)
+    where = data["runs"][0]["environment"]
+    folder = page.with_suffix("")
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, path in enumerate(results):
+        shutil.copyfile(path, folder / (f"{path.stem}.json" if number == 0 else f"{path.stem}-{number + 1}.json"))
+    lines = [
+        f"# Experts that never move, {where.get('gpu', 'CPU')}",
+        "",
+        f"torch {where['torch']}, CUDA {where.get('cuda', '-')}, triton {where.get('triton', '-')}, sglang "
+        f"{where.get('sglang', '-')}, {where['cpus']} cores. From `tests/gpu/zero_copy.py`: "
+        + "; ".join(
+            f"{', '.join(run['seconds'])} at commit {run['environment']['commit'] or 'unknown'}" for run in data["runs"]
+        )
+        + ".",
+        "",
+        "Every check passed." if not data["failed"] else "**Failed:** " + ", ".join(data["failed"]) + ".",
+    ]
+    if "speed" in data["seconds"]:
+        lines += speed_section(data["numbers"])
+    if "phases" in data:
+        draw(data["phases"], folder / "phases.png")
+        lines += phases_section(data["phases"], f"{folder.name}/phases.png")
+    if "engine" in data["seconds"]:
+        lines += engine_section(data)
+    if "kills" in data:
+        lines += kills_section(data["kills"])
+    if "mechanism" in data["seconds"]:
+        lines += mechanism_section(data)
+    page.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
+    main(Path(sys.argv[1]), [Path(argument) for argument in sys.argv[2:]])
