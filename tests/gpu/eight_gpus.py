@@ -196,6 +196,9 @@ def environment(options: argparse.Namespace, name: str) -> dict[str, str]:
         **os.environ,
         "PYTHONPATH": os.pathsep.join(dict.fromkeys([*map(str, folders), *inherited])),
         "PYTHONUNBUFFERED": "1",
+        # All of it is on one host, whose name may mean nothing to itself.
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo"),
         "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
         "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
         # The Rust tree is built for another torch.

@@ -1,4 +1,4 @@
-"""What copies and links of this machine can do, all GPUs at once, and the least time that the moves of a plan take then.
+"""What copies and links of this machine can do, all GPUs at once, and the least time that a plan's moves take then.
 
 The least time counts moves alone: a GPU reads and writes each byte that stays on it once, and bytes for another GPU
 cross its link once; both at once. Checksums, control messages and the commit record come on top of it.
@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from eight_gpus_ranks import gather, meet
 
 from weftpub.plan import Plan
 
@@ -86,20 +87,23 @@ def measure_limits() -> Limits:
     cuda = torch.cuda.is_available()
     nbytes = _BYTES if cuda else _CPU_BYTES
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    source, target = torch.ones(2, nbytes, dtype=torch.uint8, device=device).unbind()
-    copy = [2 * nbytes / seconds / 1e9 for seconds in at_once(lambda: target.copy_(source), device)]
-    world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-    link, alone = None, None
-    if cuda and torch.cuda.device_count() >= world > 1:
-        there = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{(rank + 1) % world}")
-        link = tuple(nbytes / seconds / 1e9 for seconds in at_once(lambda: there.copy_(source), device))
-        mine = (lambda: there.copy_(source)) if rank == 0 else (lambda: None)
-        alone = nbytes / at_once(mine, device)[0] / 1e9
-        del there
-    del source, target
+    limits = _measured(device, nbytes)
     if cuda:
         torch.cuda.empty_cache()
-    return Limits(tuple(copy), link, alone)
+    return limits
+
+
+def _measured(device: torch.device, nbytes: int) -> Limits:
+    """Limits of copies of so many bytes; the memory is free on return."""
+    source, target = torch.ones(2, nbytes, dtype=torch.uint8, device=device).unbind()
+    copy = tuple(2 * nbytes / seconds / 1e9 for seconds in at_once(lambda: target.copy_(source), device))
+    world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    if device.type == "cpu" or not torch.cuda.device_count() >= world > 1:
+        return Limits(copy, None, None)
+    there = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{(rank + 1) % world}")
+    link = tuple(nbytes / seconds / 1e9 for seconds in at_once(lambda: there.copy_(source), device))
+    alone = at_once(lambda: there.copy_(source) if rank == 0 else None, device)[0]
+    return Limits(copy, link, nbytes / alone / 1e9)
 
 
 def at_once(work: Callable[[], object], device: torch.device, repeat: int = _REPEAT) -> list[float]:
@@ -108,7 +112,7 @@ def at_once(work: Callable[[], object], device: torch.device, repeat: int = _REP
     def run() -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        torch.distributed.barrier()
+        meet()
         began = time.perf_counter()
         work()
         if device.type == "cuda":
@@ -117,6 +121,4 @@ def at_once(work: Callable[[], object], device: torch.device, repeat: int = _REP
 
     run()
     seconds = sorted(run() for _ in range(repeat))[repeat // 2]
-    gathered: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, seconds)
-    return gathered
+    return gather(seconds)

@@ -79,9 +79,7 @@ def _asked(pages: list[int]) -> dict[int, int] | None:
         return None
     addresses = (ctypes.c_void_p * len(pages))(*pages)
     status = (ctypes.c_int * len(pages))()
-    failed = ctypes.CDLL(None, use_errno=True).syscall(
-        number, 0, ctypes.c_ulong(len(pages)), addresses, None, status, 0
-    )
+    failed = ctypes.CDLL(None).syscall(number, 0, ctypes.c_ulong(len(pages)), addresses, None, status, 0)
     found = Counter(node for node in status if node >= 0)
     return None if failed or not found else dict(found)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from eight_gpus_limits import Limits, least_ms, measure_limits, traffic_of
-from eight_gpus_ranks import RankReport
+from eight_gpus_ranks import RankReport, broadcast, meet
 from eight_gpus_trainer import batch, build, hf_config
 from megatron_adapter import DEVICE, Trainer, clean
 
@@ -136,7 +136,7 @@ def into_engine(report: RankReport, settings: dict[str, Any], source: Source, li
             report.check(f"{layout}/the engine reports the last version", version == str(last), version)
             if GPU or layout == "tp":  # what a CPU has for attention cannot be data parallel
                 answers(report, engine, layout)
-        torch.distributed.barrier()
+        meet()
 
 
 def checked_step(report: RankReport, source: Source, step: Any, layout: str) -> None:
@@ -168,7 +168,7 @@ def timed_publishes(report: RankReport, source: Source, step: Any, layout: str, 
         for _ in range(cycles + 2):  # the first two plan, map memory and launch kernels for the first time
             version += 1
             with source.sources(in_place=way == "in place") as (sources, checksums):
-                torch.distributed.barrier()
+                meet()
                 rows.append(step.publish(version, sources, checksums))
         warm = rows[2:]
         phases = {phase: statistics.median(row.ms.get(phase, 0.0) for row in warm) for phase in warm[0].ms}
@@ -204,10 +204,9 @@ def answers(report: RankReport, engine: Any, layout: str) -> None:
     found = engine.generate(prompts, _SAMPLING, seconds=240.0)
     versions = {span.version for answer in found for span in answer.versions}
     whole = all(len(answer.tokens) == _SAMPLING["max_new_tokens"] for answer in found)
+    last = whole and versions == {engine.weight_version()}
     detail = {"requests": len(found), "versions": sorted(versions), "seconds": round(time.monotonic() - began, 1)}
-    report.check(
-        f"{layout}/answers come from the last version", whole and versions == {engine.weight_version()}, detail
-    )
+    report.check(f"{layout}/answers come from the last version", last, detail)
 
 
 def start_engine(settings: dict[str, Any], layout: str, deadlines: Any) -> Any:
@@ -281,10 +280,3 @@ def make_model_directory(out: Path, config: dict[str, Any]) -> "subprocess.Popen
     module = "weftpub_adapters.sglang.driver.model_directory"
     command = [sys.executable, "-m", module, str(path), str(out / "model"), "--overwrite"]
     return subprocess.Popen(command, env=engine_environment())
-
-
-def broadcast(value: Any) -> Any:
-    """Rank 0's value."""
-    held = [value]
-    torch.distributed.broadcast_object_list(held, src=0)
-    return held[0]

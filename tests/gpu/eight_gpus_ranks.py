@@ -6,6 +6,7 @@ itself to its GPU's NUMA node before anything allocates.
 
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -19,6 +20,7 @@ from eight_gpus_numa import bind_to_node
 HERE = Path(__file__).resolve().parent
 STARTED = time.monotonic()
 _HANG_S = 240.0  # of one collective: then the rank that is missing has failed without a word
+_plain: dict[str, Any] = {}  # the process group for plain data
 
 
 class RankReport:
@@ -57,14 +59,15 @@ class RankReport:
 
 
 def start_world(settings: dict[str, Any]) -> None:
-    """Device, default process group (plain data over gloo, tensors over NCCL) and Megatron's groups."""
+    """Device, the default process group, one over gloo for plain data, and Megatron's groups."""
     import torch
 
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    torch.distributed.init_process_group(backend, timeout=timedelta(seconds=_HANG_S))
+    patience = timedelta(seconds=_HANG_S)
+    torch.distributed.init_process_group("nccl" if cuda else "gloo", timeout=patience)
+    _plain["group"] = torch.distributed.new_group(backend="gloo", timeout=patience)
     if "tensor" not in settings:
         return
     from megatron.core import parallel_state, tensor_parallel
@@ -76,6 +79,31 @@ def start_world(settings: dict[str, Any]) -> None:
         expert_tensor_parallel_size=1,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
+
+
+def gather(value: Any) -> list[Any]:
+    """Every rank's value, in their order. Ranks wait on the host: a GPU that waits would keep an engine from it."""
+    import torch
+
+    held: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(held, value, group=_plain["group"])
+    return held
+
+
+def broadcast(value: Any) -> Any:
+    """Rank 0's value, on every rank."""
+    import torch
+
+    held = [value]
+    torch.distributed.broadcast_object_list(held, src=0, group=_plain["group"])
+    return held[0]
+
+
+def meet() -> None:
+    """Return when all ranks have come."""
+    import torch
+
+    torch.distributed.barrier(group=_plain["group"])
 
 
 def sections() -> dict[str, Callable[[RankReport, dict[str, Any]], None]]:
@@ -103,8 +131,8 @@ def main(section: str, path: str) -> int:
     settings: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
     rank = int(os.environ["RANK"])
     report = RankReport(Path(settings["out"]) / f"{section}-rank{rank}.json", rank)
-    node = settings["nodes"][rank] if settings["nodes"] else None
-    report.note("cpus", bind_to_node(node))
+    if section != "publish":  # an engine that rank 0 starts would keep to these CPUs, too
+        report.note("cpus", bind_to_node(settings["nodes"][rank] if settings["nodes"] else None))
     try:
         if section != "staging":
             import megatron_adapter  # stands in for CUDA where there is none, before Megatron is imported
@@ -121,16 +149,21 @@ def main(section: str, path: str) -> int:
         return 1
     report.data["finished"] = True
     report.write()
-    import torch
-
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    meet()
     return 0
+
+
+def be_told(signum: int, frame: object) -> None:
+    """torchrun ends ranks when another one failed: then an engine that this one started has to end, too."""
+    sys.exit(128 + signum)
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(HERE))
-    status = main(*sys.argv[1:3])
+    from eight_gpus_ranks import main as run  # the module that sections import, not this copy of it
+
+    signal.signal(signal.SIGTERM, be_told)
+    status = run(*sys.argv[1:3])
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # what a failed rank leaves behind (NCCL, an engine's threads) must not hold it

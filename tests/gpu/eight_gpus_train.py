@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import torch
-from eight_gpus_ranks import RankReport
+from eight_gpus_ranks import RankReport, gather, meet
 from eight_gpus_trainer import batch, build, expert_tensors, shards_of, stock_shards, unlike_replicas
 from megatron_adapter import DEVICE, FIELDS, Trainer, allocated, clean, have_te, muon_names, step_together
 
@@ -35,7 +35,7 @@ def section_train(report: RankReport, settings: dict[str, Any]) -> None:
         report.say(f"-- {name}")
         one_configuration(report, settings, name)
         clean()
-        torch.distributed.barrier()
+        meet()
         seconds[name] = round(time.monotonic() - began, 1)
         report.note("seconds", seconds)
 
@@ -78,8 +78,7 @@ def one_update(
         for (_, source), (_, target) in zip(trainer.ddp.named_parameters(), stock.ddp.named_parameters(), strict=True):
             target.main_grad.copy_(source.main_grad)
     success, norm, _ = trainer.optimizer.step()
-    norms: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(norms, float(norm))
+    norms = gather(float(norm))
     agreed = bool(success) and len(set(norms)) == 1 and math.isfinite(norms[0])
     report.check(f"{tag}/one gradient norm on all ranks", agreed, norms[0] if agreed else norms)
     report.check(f"{tag}/published bytes are those of the masters", *exact_bytes(trainer, whole=step == 2))
@@ -232,9 +231,8 @@ def close_and_go_on(
     batches = batch(settings, 9)
     if stock is None:
         loss, norm = trainer.train(batches)
-        report.check(
-            f"{name}/an ordinary update after close", math.isfinite(loss) and math.isfinite(norm), [loss, norm]
-        )
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        report.check(f"{name}/an ordinary update after close", finite, [loss, norm])
         return
     trainer.gradients(batches)
     norms = step_together(trainer, stock)

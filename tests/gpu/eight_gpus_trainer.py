@@ -11,6 +11,7 @@ from typing import Any
 
 import megatron_adapter as one_gpu
 import torch
+from eight_gpus_ranks import gather
 from megatron_adapter import DEVICE, Trainer
 
 from weftpub_adapters.megatron import Qwen3MoeFields, base_settings
@@ -216,10 +217,9 @@ def stock_shards(trainer: Trainer) -> dict[str, tuple[int, torch.Tensor]]:
     found: dict[str, tuple[int, torch.Tensor]] = {}
     for part in trainer.optimizer.chained_optimizers:
         for model, main in _pairs(part):
-            begin = (
-                part._get_model_param_range_map(model)["param"].start if hasattr(part, "model_float16_groups") else 0
-            )
-            found[names[id(model)]] = (int(begin), main.detach().reshape(-1))
+            cut = hasattr(part, "model_float16_groups")
+            begin = int(part._get_model_param_range_map(model)["param"].start) if cut else 0
+            found[names[id(model)]] = (begin, main.detach().reshape(-1))
     return found
 
 
@@ -252,8 +252,7 @@ def unlike_replicas(trainer: Trainer) -> list[str]:
         whole = not bool(getattr(parameter, "tensor_model_parallel", False))
         mine[plain_name(name)] = (whole, hashlib.sha256(data).hexdigest())
     place = state.get_tensor_model_parallel_rank()
-    gathered: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, (place, mine))
+    gathered = gather((place, mine))
     return sorted(
         {
             name
