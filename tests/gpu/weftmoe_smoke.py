@@ -264,7 +264,8 @@ class Room:
         inherited = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
         path = os.pathsep.join(dict.fromkeys([*map(str, folders), *inherited]))
         cpu = {"CUDA_VISIBLE_DEVICES": ""} if self.options.cpu else {}
-        return role_environment(settings, "trainer", {**os.environ, "PYTHONPATH": path, **cpu})
+        base = {"OMP_NUM_THREADS": "2", **os.environ, "PYTHONPATH": path, **cpu}  # neighbours want processors, too
+        return role_environment(settings, "trainer", base)
 
     def pack(self) -> None:
         """What is worth keeping of all runs, in one file."""
