@@ -88,6 +88,7 @@ _CLASSES = (1.0, 2.0, 3.0, 32.0, math.inf)
 _REPEATS = 6  # launches in a turn, of which the first is not counted
 _KEPT = 4  # candidates of the focus that the other specs are measured with, beside the rows in use
 _AS_GOOD = 1.001
+_WIDTH = 121  # of a line and its end, where the formatter breaks it
 
 
 def label(candidate: Tuning) -> str:
@@ -107,7 +108,12 @@ def source_of(rows: Sequence[tuple[float, Tuning]]) -> str:
         fields = ", ".join(f"{name}={value!r}" for name, value in _unusual(candidate)).replace("'", '"')
         limit = 'float("inf")' if math.isinf(most) else most
         line = f"    ({limit}, Tuning({fields})),\n"
-        lines += line if len(line) <= 121 else f"    (\n        {limit},\n        Tuning({fields}),\n    ),\n"
+        if len(line) > _WIDTH:
+            inner = f"        Tuning({fields}),\n"
+            if len(inner) > _WIDTH:
+                inner = f"        Tuning(\n            {fields}\n        ),\n"
+            line = f"    (\n        {limit},\n{inner}    ),\n"
+        lines += line
     return lines
 
 
