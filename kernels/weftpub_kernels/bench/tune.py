@@ -111,7 +111,8 @@ def source_of(rows: Sequence[tuple[float, Tuning]]) -> str:
         if len(line) > _WIDTH:
             inner = f"        Tuning({fields}),\n"
             if len(inner) > _WIDTH:
-                inner = f"        Tuning(\n            {fields}\n        ),\n"
+                each = fields.replace(", ", ",\n            ")
+                inner = f"        Tuning(\n            {each},\n        ),\n"
             line = f"    (\n        {limit},\n{inner}    ),\n"
         lines += line
     return lines
