@@ -32,6 +32,8 @@ def register() -> None:
         from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
 
         Qwen3MoeForCausalLM.get_weights_by_name = _digest
+        # From torch 2.14 on a build for CUDA would name CUDA's module where there is no GPU.
+        torch.get_device_module = lambda _=None: torch.cpu
 
 
 def _digest(model: Any, name: str, *_: Any, **__: Any) -> list[float]:

@@ -1,8 +1,8 @@
 """Virtual environments of a trainer and of an engine, neither of which holds the other's system.
 
-`make environments` installs both for real, the engine's with the torch that SGLang pins, which is another build than
-the trainer's. Without them, two are made here from the packages of the running environment, in a second and without a
-download: then both have one torch, and what each lacks is real all the same.
+`tests/environments/install.sh` installs both for real, the engine's with the torch that SGLang pins, which is another
+build than the trainer's. Without them, two are made here from the packages of the running environment, in a second and
+without a download: then both have one torch, and what each lacks is real all the same.
 """
 
 import importlib.util
@@ -19,7 +19,7 @@ import torch
 __all__ = ["ENGINE_LACKS", "TRAINER_LACKS", "Environments", "facts", "prepare"]
 
 _ROOT = Path(__file__).parents[2]
-_INSTALLED = _ROOT / "build" / "environments"  # where `make environments` puts them
+_INSTALLED = _ROOT / "build" / ".environments"  # where tests/environments/install.sh puts them
 _SOURCES = (_ROOT, _ROOT / "kernels", _ROOT / "adapters", _ROOT / "examples", Path(__file__).parent)
 _OURS = ("weftpub", "_weftpub", "__editable__")  # installed from _SOURCES instead
 # Packages of the other side, by the start of their names in site-packages.

@@ -39,6 +39,8 @@ CONFIG = {**BASE, "num_experts": 4, "num_hidden_layers": 1, "max_position_embedd
 API_KEY, ADMIN_KEY = "requests", "orders"
 SERVER = Path(__file__).with_name("environment_server.py")
 TRAINER = Path(__file__).with_name("environment_trainer.py")
+TOKENS = 160  # of an answer that a publish falls into
+START_S = 300.0  # on a machine that is busy with other tests
 OPTIONS = {"fp8_gemm_runner_backend": "--fp8-gemm-backend"}  # whose names are not the settings'
 
 
@@ -55,7 +57,8 @@ class World:
 
     def publish(self) -> dict[str, Any]:
         """Have the trainer publish its next version."""
-        return ask(self.trainer, self.folder, "")
+        tell(self.trainer, "")
+        return answer(self.trainer, self.folder)
 
     def served(self, parameter: str) -> str:
         """SHA-256 of a live parameter, by the engine's own word."""
@@ -68,16 +71,40 @@ class World:
             return bytes(int(number) for number in json.load(response)).hex()
 
 
-def ask(trainer: "subprocess.Popen[str]", folder: Path, line: str) -> dict[str, Any]:
-    """Tell the trainer something, and read its answer; it ends by itself if the engine does not answer."""
+def tell(trainer: "subprocess.Popen[str]", line: str) -> None:
+    """Ask the trainer for something."""
     assert trainer.stdin is not None
-    assert trainer.stdout is not None
-    with contextlib.suppress(BrokenPipeError):
+    with contextlib.suppress(BrokenPipeError):  # it has ended, which `answer` says
         trainer.stdin.write(line + "\n")
         trainer.stdin.flush()
-    answer = trainer.stdout.readline()
-    assert answer, "the trainer has ended; both sides said:\n" + (folder / "log").read_text(errors="replace")[-8000:]
-    return json.loads(answer)
+
+
+def answer(trainer: "subprocess.Popen[str]", folder: Path) -> dict[str, Any]:
+    """What it answers; its own deadlines end it if the engine says nothing."""
+    assert trainer.stdout is not None
+    line = trainer.stdout.readline()
+    assert line, "the trainer has ended" + said(folder)
+    return json.loads(line)
+
+
+def said(folder: Path) -> str:
+    """The end of what both sides have printed."""
+    return "; both sides said:\n" + (folder / "log").read_text(errors="replace")[-8000:]
+
+
+def await_server(server: "subprocess.Popen[str]", client: HttpEngine, folder: Path) -> None:
+    """Return when the server answers."""
+    until = time.monotonic() + START_S
+    while True:
+        try:
+            client.server_info()
+            return
+        except ChannelError as error:
+            if "got no answer" not in str(error):
+                raise
+        assert server.poll() is None, "the server has ended" + said(folder)
+        assert time.monotonic() < until, f"the server does not answer after {START_S:.0f} s" + said(folder)
+        time.sleep(0.2)
 
 
 @pytest.fixture(scope="module")
@@ -92,13 +119,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     with ExitStack() as stack:
         log = stack.enter_context((folder / "log").open("w"))
         options = [*arguments(ENGINE), "--port", str(port), "--api-key", API_KEY, "--admin-api-key", ADMIN_KEY]
-        start(stack, log, environments.engine, SERVER, folder / "config.json", folder / "model", *options)
-        trainer = start(stack, log, environments.trainer, TRAINER)
-        where = {"url": url, "api_key": API_KEY, "admin_key": ADMIN_KEY, "folder": str(folder), "config": CONFIG}
-        facts = ask(trainer, folder, json.dumps(where))
+        server = start(stack, log, environments.engine, SERVER, folder / "config.json", folder / "model", *options)
+        trainer = start(stack, log, environments.trainer, TRAINER, folder / "config.json")
         client = HttpEngine(url, API_KEY, admin_key=ADMIN_KEY, deadlines=DriverDeadlines(*(60.0,) * 8))
         stack.callback(client.shutdown)
-        yield World(environments, folder, url, trainer, client, facts)
+        await_server(server, client, folder)
+        tell(trainer, json.dumps({"url": url, "api_key": API_KEY, "admin_key": ADMIN_KEY, "folder": str(folder)}))
+        yield World(environments, folder, url, trainer, client, answer(trainer, folder))
 
 
 def arguments(settings: Mapping[str, Any]) -> list[str]:
@@ -128,6 +155,7 @@ def start(stack: ExitStack, log: Any, python: Path, script: Path, *options: obje
 
 
 def end(process: "subprocess.Popen[str]") -> None:
+    """End a process and all that it started."""
     os.killpg(process.pid, signal.SIGKILL)
     process.wait(30)
     for pipe in (process.stdin, process.stdout):
@@ -191,19 +219,19 @@ def test_the_engine_serves_the_trainers_bytes(world: World) -> None:
 def test_answers_name_the_version_that_made_each_token(world: World) -> None:
     """A request is in flight while the second version arrives: it ends with tokens of both."""
     assert world.client.weight_version() == "1"
-    sampling = {"max_new_tokens": 200, "temperature": 0, "ignore_eos": True}
+    sampling = {"max_new_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(world.client.generate, [[9, 1]], sampling)
         time.sleep(0.5)
         assert world.publish()["version"] == 2
-        (answer,) = asked.result(120)
-    assert [span.version for span in answer.versions] == ["1", "2"]
+        (found,) = asked.result(120)
+    assert [span.version for span in found.versions] == ["1", "2"]
     token = 1
-    for span in answer.versions:
-        for made in answer.tokens[span.start : span.end]:
+    for span in found.versions:
+        for made in found.tokens[span.start : span.end]:
             token = (token + int(span.version)) % CONFIG["vocab_size"]
             assert made == token
-    assert (len(answer.tokens), answer.finish) == (200, "length")
+    assert (len(found.tokens), found.finish) == (TOKENS, "length")
     assert world.client.weight_version() == "2"
     (later,) = world.client.generate([[9, 1]], {**sampling, "max_new_tokens": 3})
     assert ({span.version for span in later.versions}, later.tokens) == ({"2"}, (3, 5, 7))
