@@ -10,7 +10,7 @@ from weftpub.errors import ConfigError
 from weftpub_adapters.megatron import Qwen3MoeFields, base_settings
 from weftpub_demo import cpu_megatron
 
-__all__ = ["build_model", "initialize", "join_world", "prepare_process"]
+__all__ = ["build_model", "config_fields", "initialize", "join_world", "prepare_process"]
 
 
 def prepare_process(settings: Settings) -> torch.device:
@@ -94,7 +94,7 @@ def build_model(settings: Settings, fields: Qwen3MoeFields, device: torch.device
     for name in ("pipeline", "context", "expert_tensor"):
         if getattr(settings.train, name) != 1:
             raise ConfigError(f"train.{name}={getattr(settings.train, name)} is not driven by this loop; set it to 1")
-    config = TransformerConfig(**base_settings(fields), **_execution(settings, device))
+    config = TransformerConfig(**config_fields(settings, fields, device))
     grouped = settings.train.experts == "grouped"
     if grouped:
         spec = get_gpt_layer_with_transformer_engine_spec(
@@ -119,10 +119,10 @@ def build_model(settings: Settings, fields: Qwen3MoeFields, device: torch.device
     return Float16Module(config, model)
 
 
-def _execution(settings: Settings, device: torch.device) -> dict[str, Any]:
-    """What the run chooses."""
+def config_fields(settings: Settings, fields: Qwen3MoeFields, device: torch.device) -> dict[str, Any]:
+    """Arguments of Megatron's TransformerConfig: what the checkpoint fixes, and what the run chooses."""
     train = settings.train
-    chosen: dict[str, Any] = {
+    chosen: dict[str, Any] = base_settings(fields) | {
         "tensor_model_parallel_size": train.tensor,
         "sequence_parallel": train.sequence_parallel,
         "expert_model_parallel_size": train.expert,
