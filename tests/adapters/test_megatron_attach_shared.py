@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from weftpub.errors import StateError
+from weftpub.errors import ConfigError, StateError
 
 pytestmark = pytest.mark.isolated("megatron")
 
@@ -27,9 +27,12 @@ def test_training_and_offload_are_those_of_any_store_and_w_stays(tmp_path: Path,
 
     folder = str(tmp_path / "meeting")
     straight, straight_opt = build("muon", "fp8")
-    shared, shared_opt = build("muon", "fp8", shared_folder=folder)
+    protected = not keep  # once each way
+    shared, shared_opt = build("muon", "fp8", shared_folder=folder, shared_protected=protected)
     with attach(straight, straight_opt) as one, attach(shared, shared_opt) as other:
-        engine = SharedAllocation.join(folder, "experts", "cpu", create=False)
+        with pytest.raises(ConfigError, match=f"maps it with protected={protected} already"):
+            SharedAllocation.join(folder, "experts", "cpu", create=False, protected=keep)
+        engine = SharedAllocation.join(folder, "experts", "cpu", create=False, protected=protected)
         train(straight, straight_opt)
         train(shared, shared_opt)
         assert one.store.sha256() == other.store.sha256()
@@ -45,6 +48,7 @@ def test_training_and_offload_are_those_of_any_store_and_w_stays(tmp_path: Path,
         with pytest.raises(StateError, match="pause the engine first"):
             train(shared, shared_opt)
         engine.stop_serving()
+        engine.admit_reading()  # one process plays both sides here, over one mapping
         engine.leave()
 
 

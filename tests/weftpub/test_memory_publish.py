@@ -14,14 +14,14 @@ from store_support import fill, make_masters
 from weftpub.channel import Deadlines, unix_address
 from weftpub.errors import ChecksumError, StateError, TornError, TransportError
 from weftpub.memory import SharedAllocation, SharedAllocator
-from weftpub.plan.coincide import Place, SourcePlaces, find_coincidences, places_of
+from weftpub.plan.coincide import Place, find_coincidences, places_of
 from weftpub.publisher import Peer, Publisher
 from weftpub.publisher.sources import as_buffers
 from weftpub.receive import Receiver, ReceiverThread
 from weftpub.receive.shared import SharedEngineSide
 from weftpub.store import ExpertStore, StoreLayout
 from weftpub.store.shared import shared_catalogue
-from weftpub.transport.shared_store import moving, shared_exports
+from weftpub.transport.shared_store import moving, source_places
 from weftpub.version import EngineState
 
 NORM = "model.norm.weight"
@@ -173,11 +173,9 @@ def test_the_plan_says_what_coincides_and_why_the_rest_does_not(build: Any) -> N
     pair.step(1)
     views = {item.name: item.tensor for item in pair.store.canonical()}
     buffers = as_buffers({**views, NORM: WORLD.value(NORM, 0)})
-    exports = shared_exports(buffers.buffers)
-    places = {name: Place(offer.gpu, offer.allocation, offset) for name, (offer, offset) in exports.items()}
     description = pair.side.describe()
     target = places_of(description.device, description.settings)
-    source = SourcePlaces(buffers.views, places, {})
+    source = source_places(buffers.views, buffers.buffers)
     found = find_coincidences(WORLD.plan(), {0: source}, {0: target})
     assert found.nbytes == EXPERT_BYTES // 2
     assert {v.move.name for v in found.verdicts if v.in_place} == {n for n in pair.store.checksums if ".layers.1." in n}
@@ -186,6 +184,13 @@ def test_the_plan_says_what_coincides_and_why_the_rest_does_not(build: Any) -> N
         "the engine's w13_weight memory is its own",
         "the engine's w2_weight memory is its own",
     ]
+    own = {name: tensor.clone() for name, tensor in views.items()}
+    aside = as_buffers({**own, NORM: WORLD.value(NORM, 0)})
+    whole = {name: Place("cpu", pair.memory.id, 0) for name in pair.engine.parameters}
+    apart = find_coincidences(WORLD.plan(), {0: source_places(aside.views, aside.buffers)}, {0: whole})
+    assert apart.nbytes == 0
+    assert apart.explain() == [apart.explain()[0]]
+    assert apart.explain()[0].endswith("the trainer's buffer lies outside of the memory that it shares")
     for change, reason in (
         (Place("GPU-1", "a", 0), "the engine on GPU-1"),
         (Place("cpu", "b", 0), "two different allocations"),

@@ -6,7 +6,7 @@ from weftpub.transport.cuda_ipc import CudaIpcReceive, CudaIpcSend, export_obsta
 from weftpub.transport.inprocess import InProcessReceive, InProcessSend
 from weftpub.transport.regions import CopyTable, RegionTable
 from weftpub.transport.shared_memory import SharedMemoryReceive, SharedMemorySend, sweep_abandoned
-from weftpub.transport.shared_store import SharedStoreReceive, offer_of, shared_exports
+from weftpub.transport.shared_store import SharedStoreReceive, offer_of, shared_exports, source_places
 from weftpub.transport.tensors import FlatTensors, narrow_view, settle, wait_for_devices
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "open_send_transport",
     "settle",
     "shared_exports",
+    "source_places",
     "sweep_abandoned",
     "wait_for_devices",
 ]

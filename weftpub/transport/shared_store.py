@@ -15,11 +15,13 @@ import torch
 from weftpub.errors import TransportError
 from weftpub.memory import SharedAllocation, allocation_at, joined
 from weftpub.memory.allocation import joined_allocations
+from weftpub.plan.coincide import Place, SourcePlaces
+from weftpub.plan.types import ViewSpec
 from weftpub.transport.base import TransportKind
 from weftpub.transport.tensors import Integers
 from weftpub.wire.offers import Offer, SharedStoreOffer
 
-__all__ = ["SharedStoreReceive", "moving", "offer_of", "shared_exports"]
+__all__ = ["SharedStoreReceive", "moving", "offer_of", "shared_exports", "source_places"]
 
 type Table = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 
@@ -54,6 +56,22 @@ def shared_exports(
         if place is not None and (wanted is None or place[0].id in wanted):
             found[name] = offer_of(place[0]), place[1]
     return found
+
+
+def source_places(views: Mapping[str, ViewSpec], buffers: Mapping[str, torch.Tensor]) -> SourcePlaces:
+    """A sender rank's side for `find_coincidences`, before anything is published.
+
+    Args:
+        views, buffers: of its `SourceBuffers`.
+    """
+    found = shared_exports(buffers)
+    places = {name: Place(offer.gpu, offer.allocation, offset) for name, (offer, offset) in found.items()}
+    held = joined_allocations()
+    reasons = dict.fromkeys(
+        buffers.keys() - places.keys(),
+        "the trainer's buffer lies outside of the memory that it shares" if held else "the trainer shares no memory",
+    )
+    return SourcePlaces(views, places, reasons)
 
 
 class SharedStoreReceive:

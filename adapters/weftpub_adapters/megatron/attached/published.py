@@ -77,9 +77,10 @@ def make_store(prepared: Prepared) -> ExpertStore:
 
 def _allocator(prepared: Prepared, layout: StoreLayout, device: torch.device) -> Allocator | None:
     """Memory that a colocated engine maps too, if that was asked for and can be had; None for torch's."""
-    if prepared.settings.shared_folder is None:
+    settings = prepared.settings
+    if settings.shared_folder is None:
         return None
-    allocator, obstacle = shared_allocator(layout, device, prepared.settings.shared_folder)
+    allocator, obstacle = shared_allocator(layout, device, settings.shared_folder, protected=settings.shared_protected)
     if obstacle:
         logger.warning("weftpub: experts are not shared with the engine, publishes copy them: %s", obstacle)
     return allocator

@@ -34,6 +34,8 @@ class AttachSettings:
         shared_folder: where this trainer and the engine on the same GPU meet to share W and its scales, a folder of
             mode 0700 (see docs/howto/share-experts.md); None for memory of the trainer's own. Where sharing is
             impossible a warning says why, and publishes copy; fp8 only.
+        shared_protected: for finding errors: that memory is read-only for this process outside of a step; whoever
+            writes to it then is ended.
 
     Raises:
         ConfigError: an unknown variant or rule, or a number out of range.
@@ -47,6 +49,7 @@ class AttachSettings:
     measure_change: bool = True
     lease_timeout: float = 300.0
     shared_folder: str | None = None
+    shared_protected: bool = False
 
     def __post_init__(self) -> None:
         for name, kind in (("variant", Variant), ("activation_scales", ScaleRule)):
