@@ -275,6 +275,7 @@ def main() -> int:
     report.data["environment"] = ran_on(*packages) | {
         "commit": options.commit,
         "gpus": 0 if options.tiny else options.ranks,
+        "ranks": options.ranks,
     }
     report.data["settings"] = json.loads(settings.read_text(encoding="utf-8"))
     for name in chosen:

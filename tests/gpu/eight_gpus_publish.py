@@ -154,8 +154,12 @@ def checked_step(report: RankReport, source: Source, step: Any, layout: str) -> 
     )
     report.check(f"{layout}/served sha256 is this rank's", not differing and bool(own), detail)
     report.check(f"{layout}/every worker committed", outcomes(published) == {"committed"}, sorted(outcomes(published)))
-    wrong = {kind for kind in published.transports.values() if GPU and kind != "cuda_ipc"}
-    report.check(f"{layout}/bytes stay on GPUs", not wrong, {**published.transports, **published.reasons})
+    if GPU:
+        kinds = set(published.transports.values())
+        report.check(
+            f"{layout}/no byte passes through the host", kinds == {"cuda_ipc"}, published.reasons or sorted(kinds)
+        )
+    report.note(f"{layout}_transports", {**published.transports, **published.reasons})
     report.note(f"{layout}_first_ms", {**published.ms, **{f"driver {call}": ms for call, ms in step.ms.items()}})
 
 
@@ -215,6 +219,9 @@ def start_engine(settings: dict[str, Any], layout: str, deadlines: Any) -> Any:
 
     world = torch.distributed.get_world_size()
     arguments: dict[str, Any] = {
+        # Sums by NCCL alone: SGLang's own may go over NVLink multicast, which a host may forbid.
+        "disable_custom_all_reduce": True,
+        "enforce_disable_flashinfer_allreduce_fusion": True,
         "ep_size": world,
         "model_path": str(Path(settings["out"]) / "model"),
         "tp_size": world,
@@ -234,12 +241,11 @@ def start_engine(settings: dict[str, Any], layout: str, deadlines: Any) -> Any:
 
 
 def gpu_arguments() -> dict[str, Any]:
-    """What is tried here is bytes, not generation: no graphs, a small cache."""
+    """What is tried here is bytes, not generation: no graphs, and a small cache."""
     return {
         "attention_backend": "triton",
         "context_length": 2048,
         "disable_cuda_graph": True,
-        "disable_custom_all_reduce": True,
         "disable_radix_cache": True,
         "enable_memory_saver": True,
         "fp8_gemm_runner_backend": "triton",
