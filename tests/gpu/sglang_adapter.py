@@ -921,6 +921,7 @@ def main() -> int:
     parser.add_argument("--no-reference", action="store_true", help="no second engine to compare tokens with")
     parser.add_argument("--no-graphs", action="store_true", help="an engine without CUDA graphs everywhere")
     parser.add_argument("--beside", action="store_true", help="others use the GPU: free memory says nothing")
+    parser.add_argument("--commit", default="", help="what runs, for the page")
     parser.add_argument("--tiny", action="store_true", help="small sizes, and no trainer where there is no GPU")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
@@ -936,6 +937,7 @@ def main() -> int:
     os.environ["WEFTPUB_TEST_RAISE"] = str(out / "raise-in-engine")
     install_plugin(out / "site")
     report = Report(out / "sglang_adapter.json")
+    report.data["commit"] = given.commit
     report.data["environment"] = ran_on(
         "sglang", "megatron-core", "transformer-engine", "awex", "torch-memory-saver", "triton"
     )
