@@ -69,10 +69,10 @@ def phases_section(data: dict[str, Any]) -> list[str]:
         "",
         "## A step with 4 GB of experts",
         "",
-        f"From `tests/gpu/step_phases.py` at {data['commit']}: the engine's weights are {size.get('weights', '?')}, its "
-        f"KV cache {size.get('kv_cache', '?')}, the store's W and scales {size['store']}. The store is offloaded in "
-        "every step, so each publish opens its mappings anew. A floor is the driver's own calls for as many pieces of these sizes, a "
-        "pinned copy of the bytes over the link, or one question to the worker and its answer.",
+        f"From `tests/gpu/step_phases.py` at {data['commit']}: the engine's weights are {size.get('weights', '?')}, "
+        f"its KV cache {size.get('kv_cache', '?')}, the store's W and scales {size['store']}. The store is offloaded "
+        "in every step, so each publish opens its mappings anew. A floor is the driver's own calls for as many pieces "
+        "of these sizes, a pinned copy of the bytes over the link, or one question to the worker and its answer.",
         "",
         "| part | median ms | range | floor ms | x floor |",
         "|---|---|---|---|---|",
