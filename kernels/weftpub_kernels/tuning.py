@@ -47,9 +47,10 @@ class Tuning:
 
 
 ROWS: list[tuple[float, Tuning]] = [
-    (1.0, Tuning()),
+    (1.0, Tuning(store_cache="", turned_cache="", fixed=True, early=True, late="W^T")),
     (3.0, Tuning(registers=80, load_evict="evict_first", apart=True)),
-    (float("inf"), Tuning(store_cache="", turned_cache="", fixed=True)),
+    (32.0, Tuning(store_cache="", turned_cache="", fixed=True, early=True, late="W^T")),
+    (float("inf"), Tuning(store_cache="", turned_cache="", fixed=True, early=True, late="W^T")),
 ]
 """(most programs per multiprocessor, tuning), ascending."""
 
