@@ -60,6 +60,7 @@ class FakeEngine:
         self.keeps = False  # memory that is not freed although release answers
         self.silent = ""  # the call that does not answer
         self.deaf = 0  # looks at its workers in which they still rest after continue_
+        self.refusal = ""  # why they do not go on
 
     def start_receivers(self, run_id: str, directory: Any, *, first_rank: int = 0, version: int | None = None) -> Any:
         return [Peer(first_rank, f"ipc:///{self.name}", self.name)]
@@ -81,11 +82,9 @@ class FakeEngine:
         self.calls.append("continue")
         self.paused = False
 
-    @property
-    def resting(self) -> bool:
-        """Whether its workers say that they rest."""
-        self.deaf -= not self.paused
-        return self.paused or self.deaf >= 0
+    def resting(self) -> Mapping[int, str]:
+        self.deaf -= 1
+        return {0: self.refusal} if self.paused or self.refusal or self.deaf >= 0 else {}
 
     def flush(self) -> bool:
         self.busy -= 1
@@ -189,7 +188,7 @@ class FakePublisher:
                 reason=self.reasons.get(name, ""),
                 may_serve=name not in self.refusals,
                 why_not=self.refusals.get(name, ""),
-                resting=engine.resting,
+                resting=engine.paused,
                 **fields,
             )
             for rank, (engine, (name, state)) in enumerate(zip(self.engines, self.states.items(), strict=True))
@@ -472,6 +471,10 @@ def test_going_on_is_seen_not_assumed(engine: FakeEngine, publisher: FakePublish
         step.continue_()
     assert step.standing["sglang"].phase is EnginePhase.DRAINED
     assert engine.calls[-2:] == ["continue", "pause retract"]
+    engine.deaf, engine.refusal = 0, "the memory of kv_cache is released"  # since the receivers were asked
+    with pytest.raises(StateError, match="refuse: receiver rank 0: the memory of kv_cache is released"):
+        step.continue_()
+    assert engine.paused
 
 
 def test_an_engine_that_does_not_go_on_is_left_out_where_the_policy_says_so(gpu: FakeGpu) -> None:
@@ -485,7 +488,7 @@ def test_an_engine_that_does_not_go_on_is_left_out_where_the_policy_says_so(gpu:
     assert (step.standing["a"].phase, step.standing["b"].phase) == (EnginePhase.SERVING, EnginePhase.DRAINED)
     first.deaf = 10**6
     step.drain()
-    with pytest.raises(DeadlineError, match="engine a, receiver ranks"):
+    with pytest.raises(StateError, match=r"no engine takes part any more: a: continue: engine a, receiver ranks \[0\]"):
         step.continue_()
 
 

@@ -159,6 +159,25 @@ def test_a_server_without_the_plugin_says_so(server: Server, engine: HttpEngine,
         engine.start_receivers("run", tmp_path / "s")
 
 
+def test_workers_that_rest_are_told_apart_from_those_that_refuse(server: Server, engine: HttpEngine) -> None:
+    """Every group of data-parallel attention answers for all workers."""
+    workers = [
+        {"rank": 0, "resting": True, "error": "chunk 3 failed | torn"},
+        {"rank": 1, "resting": True, "error": ""},
+        {"rank": 2, "resting": False, "error": ""},
+    ]
+    server.started = (200, {"success": True, "message": " | ".join([json.dumps(workers)] * 2)})
+    assert engine.resting() == {0: "chunk 3 failed | torn", 1: ""}
+    assert server.calls[-1][1]["backend"] == "weftpub-standing"
+    for message in ("", "[] | ", "Succeeded to initialize custom process group."):
+        server.started = (200, {"success": True, "message": message})
+        with pytest.raises(ChannelError, match="expected the receivers' addresses"):
+            engine.resting()
+    server.started = (400, {"success": False, "message": "no receiver was ever started"})
+    with pytest.raises(ChannelError, match="does not say whether it computes requests: no receiver"):
+        engine.resting()
+
+
 def test_a_server_that_is_gone_is_named(server: Server, engine: HttpEngine) -> None:
     server.close()
     with pytest.raises(ChannelError, match=rf"engine sglang at {server.url}: model_info got no answer"):

@@ -16,7 +16,7 @@ from weftpub.publisher import Observer, Peer
 from weftpub_adapters.sglang.driver.handle import MODES, Completion, DriverDeadlines, Mode
 from weftpub_adapters.sglang.driver.loop import LoopThread
 from weftpub_adapters.sglang.driver.requests import Ask, RequestDesk
-from weftpub_adapters.sglang.plugin.settings import ReceiverSettings
+from weftpub_adapters.sglang.plugin.settings import BACKEND, STANDING, ReceiverSettings
 from weftpub_adapters.sglang.support import require_version
 
 __all__ = ["BaseEngine"]
@@ -58,7 +58,7 @@ class BaseEngine(ABC):
         )
         settings.write(folder)
         success, message = self._call(
-            self._start(str(folder), run_id),
+            self._start(str(folder), run_id, BACKEND),
             "start receivers",
             self._deadlines.start,
             "is the weftpub plugin installed where the engine runs, and not excluded by SGLANG_PLUGINS?",
@@ -128,6 +128,13 @@ class BaseEngine(ABC):
         self._call(self._continue(), "continue", self._deadlines.control)
         self._desk.admit()
 
+    def resting(self) -> Mapping[int, str]:
+        """See `EngineHandle`."""
+        success, message = self._call(self._start("", "", STANDING), "standing", self._deadlines.control)
+        if not success:
+            raise ChannelError(f"{self.where}: does not say whether it computes requests: {message}")
+        return {int(one["rank"]): str(one["error"]) for one in self._entries(message) if one["resting"]}
+
     def flush(self) -> bool:
         """See `EngineHandle`."""
         return self._call(self._flush(0.0), "flush", self._deadlines.flush)
@@ -169,18 +176,29 @@ class BaseEngine(ABC):
             pass
 
     def _peers(self, message: str) -> list[Peer]:
-        """The receivers in SGLang's answer. Every group of data-parallel attention answers for all workers, and SGLang
-        joins their answers.
+        """The receivers in SGLang's answer."""
+        found = {(int(one["rank"]), str(one["address"])) for one in self._entries(message)}
+        return [Peer(rank, address, self.name) for rank, address in sorted(found)]
+
+    def _entries(self, message: str) -> list[dict[str, Any]]:
+        """What every worker says in SGLang's answer. Every group of data-parallel attention answers for all workers,
+        and SGLang joins their answers.
         """
+        found: list[dict[str, Any]] = []
+        decoder, position = json.JSONDecoder(), 0
         try:
-            lists = [json.loads(answer) for answer in message.split(_BETWEEN_ANSWERS)]
-            found = {(int(entry["rank"]), str(entry["address"])) for answer in lists for entry in answer}
+            while position < len(message):
+                answer, position = decoder.raw_decode(message, position)
+                found += [{"rank": int(one["rank"]), **one} for one in answer]
+                position += len(_BETWEEN_ANSWERS)
         except (ValueError, KeyError, TypeError):
+            found = []
+        if not found:
             raise ChannelError(
                 f"{self.where}: expected the receivers' addresses, found {message[:300]!r}; install the same weftpub "
                 "where the engine runs"
-            ) from None
-        return [Peer(rank, address, self.name) for rank, address in sorted(found)]
+            )
+        return found
 
     def _prove(self, run_id: str, peers: Sequence[Peer]) -> None:
         """Ask every worker over its own socket: SGLang swallows what a plugin raises, and answers for rank 0 only.
@@ -211,7 +229,7 @@ class BaseEngine(ABC):
     async def _cancel(self, request: str) -> None: ...
 
     @abstractmethod
-    async def _start(self, directory: str, run_id: str) -> tuple[bool, str]: ...
+    async def _start(self, directory: str, run_id: str, backend: str) -> tuple[bool, str]: ...
 
     @abstractmethod
     async def _stop(self, run_id: str) -> tuple[bool, str]: ...

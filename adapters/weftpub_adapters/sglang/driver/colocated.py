@@ -41,7 +41,7 @@ from weftpub_adapters.sglang.driver.memory import TAGS, MemoryTags, TagState, fr
 __all__ = ["ColocatedEngine", "EnginePhase", "EngineStanding"]
 
 _FLUSH_AGAIN_S = 0.2
-_LOOK_S = (0.0005, 0.2)  # pauses between looks at engines that were told to go on: the first, and the longest
+_LOOK_AGAIN_S = 0.01
 _FREED_SHARE = 0.95  # of the weights' bytes that must be seen to become free: other processes use the GPU, too
 
 
@@ -253,10 +253,9 @@ class ColocatedEngine:
             self._together("memory", d.control, _require_resident)
             self._publisher.resume()
             ranks = self._ranks()
-            told = self._together(
-                "continue", 3 * d.control, lambda member: self._continue_one(member, ranks.get(member.name, {}))
-            )
-            self._await_going(told)
+            # Nobody goes on before all may.
+            self._together("readiness", d.control, lambda member: _check_ready(member, ranks.get(member.name, {})))
+            self._together("continue", 5 * d.control, self._continue_one)
 
     def rejoin(self, handle: EngineHandle) -> None:
         """Take in an engine that was restarted, under the name of the one it replaces; on rank 0 only.
@@ -389,74 +388,38 @@ class ColocatedEngine:
             found.setdefault(engine, {})[rank] = reports.get(rank)
         return found
 
-    def _continue_one(self, member: _Member, ranks: Mapping[int, StatusReport | None]) -> None:
-        versions = {report.version for report in ranks.values() if report is not None}
-        idle = {rank: report for rank, report in ranks.items() if report is None or not _serves(report)}
-        if idle or len(versions) != 1:
-            why = "; ".join(_standing(rank, report) for rank, report in idle.items())
-            why = why or f"its ranks hold versions {sorted(map(str, versions))}"
-            raise TornError(
-                f"engine {member.name} may not serve: {f'{member.fenced}; ' if member.fenced else ''}{why}; publish a "
-                "complete version"
-            )
-        if member.behind is not None and versions != {member.behind}:
-            raise TornError(
-                f"engine {member.name} was restarted and holds version {versions.pop()}, version {member.behind} was "
-                "committed last; publish a complete version"
-            )
-        _require_willing(member.name, ranks)
-        # By the receivers' word: a commit whose end this driver did not hear of is a commit all the same.
-        member.version = versions.pop()
+    def _continue_one(self, member: _Member) -> None:
         if member.version is not None and member.handle.weight_version() != str(member.version):
             member.handle.set_weight_version(str(member.version))
         member.handle.continue_()
-        member.fenced = ""
+        self._await_going(member)
+        member.phase, member.fenced = EnginePhase.SERVING, ""
 
-    def _await_going(self, engines: Sequence[str]) -> None:
-        """Return when every worker of engines that were told to go on computes requests.
+    def _await_going(self, member: _Member) -> None:
+        """Return when every worker of an engine that was told to go on computes requests.
 
         SGLang does not answer `continue_generation`, and a worker that may not serve does not obey it: requests would
-        wait for ever, with nobody the wiser. All sender ranks ask and wait alike, by what the same reports say.
+        wait for ever, with nobody the wiser. The schedulers are asked, not the receivers: beside a scheduler at work a
+        receiver waits for the interpreter, and each of its answers took tens of milliseconds on an H200.
         """
-        pause, waited = _LOOK_S[0], 0.0
-        awaited, refused = list(engines), 0
-        while awaited:
-            ranks = self._ranks()
-            for engine in list(awaited):
-                try:
-                    if not _is_going(engine, ranks.get(engine, {}), waited, self._deadlines.control):
-                        continue
-                    if engine in self._members:
-                        self._members[engine].phase = EnginePhase.SERVING
-                except WeftpubError as error:
-                    refused += 1
-                    self._keep_drained(engine, error)
-                    if self._policy == "abort" or refused == len(engines):
-                        raise
-                awaited.remove(engine)
-            if awaited:
-                time.sleep(pause)
-                waited += pause
-                pause = min(2 * pause, _LOOK_S[1])
+        began = time.monotonic()
+        while resting := member.handle.resting():
+            refusing = {rank: reason for rank, reason in resting.items() if reason}
+            elapsed = time.monotonic() - began
+            if refusing or elapsed >= self._deadlines.control:
+                with contextlib.suppress(WeftpubError):  # it may yet hear that it was told to go on
+                    member.handle.pause("retract")
+                _refuse(member.name, refusing)
+                raise DeadlineError(
+                    f"engine {member.name}, receiver ranks {sorted(resting)}: still at rest {elapsed:.1f} s after "
+                    f"continue_, of {self._deadlines.control:g} s allowed; has somebody else paused it?"
+                )
+            time.sleep(_LOOK_AGAIN_S)
 
-    def _keep_drained(self, engine: str, error: WeftpubError) -> None:
-        """An engine did not go on as it was told to, and may yet hear of it."""
-        member = self._members.get(engine)
-        if member is None:
-            return
-        with contextlib.suppress(WeftpubError):
-            member.handle.pause("retract")
-        if self._policy == "continue":
-            member.out = f"continue: {error}"
+    def _together(self, phase: str, seconds: float, action: Callable[[_Member], None]) -> None:
+        """Have rank 0 act on every engine, the other ranks wait, and all learn how it went."""
 
-    def _together(self, phase: str, seconds: float, action: Callable[[_Member], None]) -> list[str]:
-        """Have rank 0 act on every engine, the other ranks wait, and all learn how it went.
-
-        Returns:
-            names of the engines that take part.
-        """
-
-        def conclude(_: list[Any]) -> list[str]:
+        def conclude(_: list[Any]) -> None:
             for member in self._members.values():
                 if member.out:
                     continue
@@ -471,11 +434,10 @@ class ColocatedEngine:
                 raise StateError(
                     "no engine takes part any more: " + "; ".join(f"{m.name}: {m.out}" for m in self._members.values())
                 )
-            return [member.name for member in taking_part]
 
         self._rounds += 1
         self._group.begin(f"colocated-{self._rounds}")
-        return agree(
+        agree(
             self._group,
             phase,
             self._deadlines.control,
@@ -496,26 +458,33 @@ def _standing(rank: int, report: StatusReport | None) -> str:
     return f"receiver rank {rank} is {report.state}{f', {report.reason}' if report.reason else ''}"
 
 
-def _require_willing(engine: str, ranks: Mapping[int, StatusReport | None]) -> None:
-    """StateError, naming the workers, if some would not go on."""
-    refusing = [f"receiver rank {rank}: {r.why_not}" for rank, r in ranks.items() if r is not None and not r.may_serve]
-    if refusing:
-        raise StateError(
-            f"engine {engine} does not go on, and its requests wait, as workers refuse: {'; '.join(refusing)}"
+def _check_ready(member: _Member, ranks: Mapping[int, StatusReport | None]) -> None:
+    """See by the word of its ranks that an engine may serve, and note the version: a commit whose end this driver did
+    not hear of is a commit all the same.
+    """
+    versions = {report.version for report in ranks.values() if report is not None}
+    idle = {rank: report for rank, report in ranks.items() if report is None or not _serves(report)}
+    if idle or len(versions) != 1:
+        why = "; ".join(_standing(rank, report) for rank, report in idle.items())
+        why = why or f"its ranks hold versions {sorted(map(str, versions))}"
+        raise TornError(
+            f"engine {member.name} may not serve: {f'{member.fenced}; ' if member.fenced else ''}{why}; publish a "
+            "complete version"
         )
+    if member.behind is not None and versions != {member.behind}:
+        raise TornError(
+            f"engine {member.name} was restarted and holds version {versions.pop()}, version {member.behind} was "
+            "committed last; publish a complete version"
+        )
+    _refuse(member.name, {rank: r.why_not for rank, r in ranks.items() if r is not None and not r.may_serve})
+    member.version = versions.pop()
 
 
-def _is_going(engine: str, ranks: Mapping[int, StatusReport | None], waited: float, allowed: float) -> bool:
-    """Whether all ranks of an engine compute requests; the error if one refuses, or the time is over."""
-    resting = [rank for rank, report in ranks.items() if report is None or report.resting]
-    if resting:
-        _require_willing(engine, ranks)
-        if waited >= allowed:
-            raise DeadlineError(
-                f"engine {engine}, receiver ranks {resting}: still at rest {waited:.1f} s after continue_, of "
-                f"{allowed:g} s allowed; does its scheduler answer, or has somebody else paused it?"
-            )
-    return not resting
+def _refuse(engine: str, reasons: Mapping[int, str]) -> None:
+    """StateError, naming the workers, if some would not go on."""
+    if reasons:
+        named = "; ".join(f"receiver rank {rank}: {reason}" for rank, reason in reasons.items())
+        raise StateError(f"engine {engine} does not go on, and its requests wait, as workers refuse: {named}")
 
 
 def _require_resident(member: _Member) -> None:

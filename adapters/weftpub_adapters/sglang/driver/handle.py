@@ -148,6 +148,14 @@ class EngineHandle(Protocol):
         """Go on computing, and admit requests."""
         ...
 
+    def resting(self) -> Mapping[int, str]:
+        """Workers that compute no requests, by receiver rank, and why they would not if they were told to ("" if they
+        would); empty if all compute.
+
+        Answered by the schedulers, after everything that they were told before.
+        """
+        ...
+
     def flush(self) -> bool:
         """Throw away the cache of keys and values; False if requests still use it."""
         ...

@@ -12,7 +12,6 @@ from weftpub_adapters.sglang.driver.base import BaseEngine
 from weftpub_adapters.sglang.driver.handle import DriverDeadlines
 from weftpub_adapters.sglang.driver.loop import LoopThread
 from weftpub_adapters.sglang.driver.requests import Ask
-from weftpub_adapters.sglang.plugin.settings import BACKEND
 
 __all__ = ["HttpEngine"]
 
@@ -76,14 +75,14 @@ class HttpEngine(BaseEngine):
     async def _cancel(self, request: str) -> None:
         await self._post("abort_request", {"rid": request})
 
-    async def _start(self, directory: str, run_id: str) -> tuple[bool, str]:
+    async def _start(self, directory: str, run_id: str, backend: str) -> tuple[bool, str]:
         body = {
             "master_address": directory,
             "master_port": 0,
             "rank_offset": 0,
             "world_size": 0,
             "group_name": run_id,
-            "backend": BACKEND,
+            "backend": backend,
         }
         answer = await self._post("init_weights_update_group", body, accepted=(200, 400))
         return bool(answer.get("success")), str(answer.get("message", answer))

@@ -21,7 +21,6 @@ from weftpub_adapters.sglang.driver.handle import DriverDeadlines
 from weftpub_adapters.sglang.driver.loop import LoopThread
 from weftpub_adapters.sglang.driver.replies import OwnReplies
 from weftpub_adapters.sglang.driver.requests import Ask
-from weftpub_adapters.sglang.plugin.settings import BACKEND
 from weftpub_adapters.sglang.support import require_supported
 
 __all__ = ["LocalEngine", "note_death"]
@@ -107,7 +106,7 @@ class LocalEngine(BaseEngine):
     async def _cancel(self, request: str) -> None:
         self._manager.abort_request(rid=request)
 
-    async def _start(self, directory: str, run_id: str) -> tuple[bool, str]:
+    async def _start(self, directory: str, run_id: str, backend: str) -> tuple[bool, str]:
         from sglang.srt.managers.io_struct import InitWeightsUpdateGroupReqInput
 
         request = InitWeightsUpdateGroupReqInput(
@@ -116,7 +115,7 @@ class LocalEngine(BaseEngine):
             rank_offset=0,
             world_size=0,
             group_name=run_id,
-            backend=BACKEND,
+            backend=backend,
         )
         return await self._replies("start", lambda: self._manager.init_weights_update_group(request))
 

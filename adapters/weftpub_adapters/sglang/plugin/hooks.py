@@ -4,11 +4,12 @@ Doors into a worker, each on all ranks at once:
 
     init_weights_update_group(backend="weftpub", master_address=FOLDER)   over HTTP and from an Engine
     collective_rpc("weftpub_start_receiver", directory=FOLDER)            from an Engine
+    init_weights_update_group(backend="weftpub-standing")                 which workers compute requests, and why not
 
-Both only name the folder in which `receivers.json` says what is asked for. Wrapped are also the release and resume of
-memory, which take the weights away; `continue_generation`, which a worker that may not serve does not obey: its
-requests wait; and the idle turns of a paused scheduler, in which requests that wait for their grammar go on to wait for
-the scheduler. Without a receiver every hook passes through.
+The first two only name the folder in which `receivers.json` says what is asked for. Wrapped are also the release and
+resume of memory, which take the weights away; `continue_generation`, which a worker that may not serve does not obey:
+its requests wait; and the idle turns of a paused scheduler, in which requests that wait for their grammar go on to wait
+for the scheduler. Without a receiver every hook passes through.
 """
 
 import logging
@@ -19,8 +20,14 @@ from typing import Any
 
 from weftpub.errors import StateError
 from weftpub_adapters.sglang.plugin.checks import HOOKED
-from weftpub_adapters.sglang.plugin.settings import BACKEND
-from weftpub_adapters.sglang.plugin.worker import all_may_serve, start_together, stop_together, worker_of
+from weftpub_adapters.sglang.plugin.settings import BACKEND, STANDING
+from weftpub_adapters.sglang.plugin.worker import (
+    all_may_serve,
+    standing_together,
+    start_together,
+    stop_together,
+    worker_of,
+)
 from weftpub_adapters.sglang.shared_experts import share_on_load
 from weftpub_adapters.sglang.support import require_supported
 
@@ -68,11 +75,14 @@ def _rpc_stop(scheduler: Any) -> None:
 
 
 def _start(original: Callable[..., Any], updater: Any, request: Any) -> Any:
-    if request.backend != BACKEND:
+    if request.backend not in (BACKEND, STANDING):
         return original(updater, request)
     from sglang.srt.managers.io_struct import InitWeightsUpdateGroupReqOutput
 
-    success, message = start_together(updater.scheduler, request.master_address)
+    if request.backend == STANDING:
+        success, message = standing_together(updater.scheduler)
+    else:
+        success, message = start_together(updater.scheduler, request.master_address)
     return InitWeightsUpdateGroupReqOutput(success=success, message=message)
 
 

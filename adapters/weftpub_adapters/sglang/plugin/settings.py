@@ -14,9 +14,12 @@ from weftpub.channel import unix_address
 from weftpub.errors import ChannelError, ConfigError
 from weftpub.wire.messages import RUN_ID_PATTERN
 
-__all__ = ["BACKEND", "ReceiverSettings"]
+__all__ = ["BACKEND", "STANDING", "ReceiverSettings"]
 
-BACKEND = "weftpub"  # what a driver gives as `backend` of SGLang's init_weights_update_group
+# What a driver gives as `backend` of SGLang's init_weights_update_group: to start receivers, and to ask the schedulers
+# whether they compute requests.
+BACKEND = "weftpub"
+STANDING = "weftpub-standing"
 _FILE = "receivers.json"
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,39}$"
 _LARGEST = 1 << 16

@@ -23,7 +23,7 @@ from weftpub_adapters.sglang.plugin.live import LiveEngine
 from weftpub_adapters.sglang.plugin.settings import ReceiverSettings
 from weftpub_adapters.sglang.shared_experts import engine_side
 
-__all__ = ["WorkerReceiver", "all_may_serve", "start_together", "stop_together", "worker_of"]
+__all__ = ["WorkerReceiver", "all_may_serve", "standing_together", "start_together", "stop_together", "worker_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +154,20 @@ def stop_together(scheduler: Any) -> tuple[bool, str]:
         error = str(fault)[: _REPORT_BYTES // 2]
     faults = [one["error"] for one in _gather(scheduler, {"error": error}) if one["error"]]
     return not faults, "; ".join(faults) or "receivers stopped"
+
+
+def standing_together(scheduler: Any) -> tuple[bool, str]:
+    """Which workers rest, and why they would not go on; called like `start_together`.
+
+    Returns:
+        whether there are receivers, and a JSON list of rank, `resting`, and the reason as `error`.
+    """
+    worker = worker_of(scheduler)
+    if worker is None:  # on all ranks
+        return False, "no receiver was ever started in this engine; start_receivers comes first"
+    readiness = worker.live.readiness()
+    own = {"rank": worker.live.rank, "resting": readiness.resting, "error": readiness.why_not}
+    return True, json.dumps(_gather(scheduler, own))
 
 
 def all_may_serve(scheduler: Any, worker: WorkerReceiver) -> bool:
