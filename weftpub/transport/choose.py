@@ -18,7 +18,7 @@ from weftpub.transport.cuda_ipc import CudaIpcReceive, CudaIpcSend
 from weftpub.transport.inprocess import InProcessReceive, InProcessSend
 from weftpub.transport.shared_memory import SharedMemoryReceive, SharedMemorySend
 from weftpub.transport.shared_store import SharedStoreReceive
-from weftpub.wire.identity import Identity, gpu_uuid
+from weftpub.wire.identity import Identity, device_index, gpu_uuid
 
 __all__ = ["Candidates", "TransportWish", "find_candidates", "open_receive_transports", "open_send_transport"]
 
@@ -105,5 +105,6 @@ def open_receive_transports(device: str) -> Mapping[TransportKind, ReceiveTransp
         "shared_store": SharedStoreReceive(),
     }
     if device != "cpu":
-        transports["cuda_ipc"] = CudaIpcReceive()
+        index = device_index(device)
+        transports["cuda_ipc"] = CudaIpcReceive(None if index is None else torch.device("cuda", index))
     return transports

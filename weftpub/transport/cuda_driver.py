@@ -26,6 +26,7 @@ __all__ = [
     "free",
     "ipc_capable",
     "open_handle",
+    "reached_from",
     "region_of",
     "tensor_at",
 ]
@@ -114,7 +115,8 @@ def export_handle(index: int, address: int) -> bytes:
 
 
 def open_handle(index: int, handle: bytes) -> int:
-    """Map another process's allocation into this one; its address here.
+    """Map another process's allocation into this one, for device `index`, which may be another than the memory is on if
+    it can access it; the address here.
 
     Not possible in the process that exported it.
     """
@@ -151,3 +153,11 @@ class _Raw:
 def tensor_at(index: int, address: int, nbytes: int) -> torch.Tensor:
     """A uint8 [nbytes] tensor over device memory that the tensor does not own."""
     return torch.as_tensor(_Raw(address, nbytes), device=torch.device("cuda", index))
+
+
+def reached_from(device: torch.device, address: int, nbytes: int) -> torch.Tensor:
+    """A uint8 [nbytes] tensor of `device` over memory that it reaches and that the tensor does not own: another GPU's,
+    mapped for this one. `tensor_at` would ask the driver where the memory is.
+    """
+    storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (nbytes,), (1,))

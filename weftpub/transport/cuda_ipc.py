@@ -124,11 +124,20 @@ class CudaIpcSend:
 
 
 class CudaIpcReceive:
-    """Receiver's side: mappings by GPU and allocation name."""
+    """Receiver's side: mappings by GPU and allocation name.
+
+    Memory of another GPU is mapped for the one that copies out of it, whose kernels then read over the link. A copy
+    that the other GPU makes would have to write into the engine's parameters, and a memory saver maps those for their
+    own GPU only.
+
+    Args:
+        home: the GPU that copies; None maps memory for the GPU that it is on.
+    """
 
     kind: TransportKind = "cuda_ipc"
 
-    def __init__(self) -> None:
+    def __init__(self, home: torch.device | None = None) -> None:
+        self._home = None if home is None else resolve_device(home)
         self._open: dict[str, tuple[int, int, torch.Tensor]] = {}
 
     def open(self, offer: Offer) -> torch.Tensor:
@@ -145,13 +154,17 @@ class CudaIpcReceive:
                 f"the offered memory is on {offer.gpu}, which this process cannot see; it sees: {seen}. "
                 "Add the GPU to the engine's CUDA_VISIBLE_DEVICES, or use shared memory"
             )
-        address = cuda_driver.open_handle(index, offer.handle)
-        _, size = cuda_driver.region_of(index, address)
+        place = self._place(index)
+        address = cuda_driver.open_handle(place, offer.handle)
+        _, size = cuda_driver.region_of(place, address)
         if size < offer.nbytes:
-            cuda_driver.close_handle(index, address)
+            cuda_driver.close_handle(place, address)
             raise TransportError(f"allocation {offer.allocation} has {size} bytes, {offer.nbytes} were offered")
-        tensor = cuda_driver.tensor_at(index, address, offer.nbytes)
-        self._open[_key(offer)] = (index, address, tensor)
+        if place == index:
+            tensor = cuda_driver.tensor_at(index, address, offer.nbytes)
+        else:
+            tensor = cuda_driver.reached_from(torch.device("cuda", place), address, offer.nbytes)
+        self._open[_key(offer)] = (place, address, tensor)
         return tensor
 
     def done(self, offer: Offer) -> None:
@@ -170,6 +183,12 @@ class CudaIpcReceive:
     def close(self) -> None:
         """Unmap everything."""
         self._close(list(self._open))
+
+    def _place(self, index: int) -> int:
+        """The GPU for which memory of GPU `index` is mapped."""
+        if self._home is None or not torch.cuda.can_device_access_peer(self._home.index, index):
+            return index  # torch copies between the two, through the host if need be
+        return self._home.index
 
     def _close(self, keys: list[str]) -> None:
         for key in keys:
