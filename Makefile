@@ -25,7 +25,7 @@ endif
 TEST_THREADS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint style types layers wheel wheel-check requirements clean
+.PHONY: help demo test lint style types layers wheel wheel-check environments requirements clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -55,6 +55,9 @@ wheel: $(DEV_READY) ## build dist/weftpub-*.whl
 
 wheel-check: wheel ## install the wheel in a fresh environment and import every package from it
 	requirements/check_wheel.sh $(PY) dist/weftpub-*.whl
+
+environments: ## a trainer's and an engine's environment with different torch builds, for tests/adapters/test_two_environments.py
+	tests/environments/install.sh
 
 requirements: $(DEV_READY) ## compile requirements/*.in to *.txt again
 	cd requirements && for name in run dev; do \
