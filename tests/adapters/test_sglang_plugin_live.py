@@ -5,6 +5,7 @@ import json
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
+from threading import Timer
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,6 +48,7 @@ def scheduler(hf_config: dict[str, Any]) -> Iterator[Any]:
             draft_worker=None,
             _engine_paused=True,
             is_fully_idle=lambda ignore_waiting: True,
+            grammar_manager=SimpleNamespace(has_waiting_grammars=lambda: False),
         )
 
 
@@ -280,6 +282,16 @@ def test_requests_that_wait_for_their_grammar_do_not_keep_a_paused_engine_busy(
     assert idle()
     assert (scheduler.waiting_queue, grammars.grammar_queue) == ([request], [])
     assert request.grammar is not backend.compiling
+    # One more comes between the flush and the release, and compiles while the release waits.
+    late = Req("b", "", [1], SamplingParams(json_schema="{}"), vocab_size=10)
+    backend.compiling = Future()
+    assert grammars.process_req_with_grammar(late)
+    worker = SimpleNamespace(running=True, live=live(scheduler), await_quiet=lambda: None)
+    monkeypatch.setattr(hooks, "worker_of", lambda scheduler: worker)
+    Timer(0.05, backend.compiling.set_result, (SimpleNamespace(copy=lambda: None),)).start()
+    updater, tags = SimpleNamespace(scheduler=scheduler), SimpleNamespace(tags=["kv_cache"])
+    assert hooks._release(lambda updater, request: idle(), updater, tags)
+    assert scheduler.waiting_queue == [request, late]
 
 
 def test_a_reply_that_comes_late_is_nobodys_but_its_own() -> None:

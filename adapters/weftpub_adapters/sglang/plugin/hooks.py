@@ -97,10 +97,14 @@ def _stop(original: Callable[..., Any], updater: Any, request: Any) -> Any:
 
 
 def _release(original: Callable[..., Any], updater: Any, request: Any) -> Any:
-    worker = worker_of(updater.scheduler)
-    if worker is not None and _concerns_weights(request.tags):
-        worker.live.memory_released()  # first: a receive that begins now is refused, or is seen and waited for
-        worker.await_quiet()
+    scheduler = updater.scheduler
+    worker = worker_of(scheduler)
+    if worker is not None:
+        if _concerns_weights(request.tags):
+            worker.live.memory_released()  # first: a receive that begins now is refused, or is seen and waited for
+            worker.await_quiet()
+        while scheduler._engine_paused and scheduler.grammar_manager.has_waiting_grammars():
+            _admit_grammars(scheduler)  # one that came since the flush would end the scheduler by an assertion
     return original(updater, request)
 
 
