@@ -16,6 +16,7 @@ from weftmoe.data import PromptSampler, read_prompts, write_arithmetic
 from weftmoe.grpo import Microbatch, Sequence, SequenceSums, group_advantages, microbatches
 from weftmoe.loop import checkpoint
 from weftmoe.loop.collect import Collector
+from weftmoe.loop.model import config_fields
 from weftmoe.loop.optimizer import learning_rate, optimizer_fields
 from weftmoe.loop.prompts import EncodedPrompt, stop_tokens
 from weftmoe.loop.ranks import Ranks
@@ -27,6 +28,7 @@ from weftmoe.rollout import Request, Sample, Span
 from weftmoe.schema import Settings
 from weftmoe.telemetry import Counters, Timers
 from weftpub.errors import CheckpointError, StateError
+from weftpub_adapters.megatron import Qwen3MoeFields
 
 
 def settings(variant: str = "fp8", optimizer: str = "muon", *overrides: str) -> Settings:
@@ -369,6 +371,35 @@ def test_fixed_tokens_see_a_single_bit(tmp_path: Path) -> None:
     scorer.value = math.nextafter(-1.0, 0.0)
     assert fixed.digest(scorer) != before
     assert len(asked[0]) == 4
+
+
+# The model's settings.
+
+
+@pytest.mark.parametrize("attention", ["auto", "flash", "fused", "unfused"])
+@pytest.mark.parametrize("variant", composed.VARIANTS)
+@pytest.mark.parametrize("kind", ["smoke", "8k"])
+def test_megatron_takes_the_settings_of_every_gpu_run(
+    monkeypatch: pytest.MonkeyPatch, kind: str, variant: str, attention: str
+) -> None:
+    """Runs died on the GPU after their engines had come up: a setting of the run met the shared one of its name, on a
+    branch that no machine without a GPU takes."""
+    pytest.importorskip("megatron.core")
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    # Of TransformerEngine only its existence is asked for here.
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb_thd", print)
+    place: Any = "gpu" if kind == "smoke" else None
+    chosen = composed.load(variant, smoke=place, overrides=[f"train.attention={attention}"])
+    shape = Qwen3MoeFields(2, 256, 512, 96, 8, 4, 64, 8, 2, 256, True, 1e4, 1e-6, False)
+    fields = config_fields(chosen, shape, torch.device("cuda"))
+    config = TransformerConfig(**fields)
+    assert {name: getattr(config, name) for name in fields} == fields
+    assert config.attention_backend.name == attention
+    assert config.apply_rope_fusion
+    assert config.deterministic_mode == (kind == "smoke")
+    assert config.sequence_parallel == (kind == "8k")
 
 
 # Checkpoints on disk.
