@@ -71,15 +71,15 @@ def traffic_of(plan: Plan) -> Traffic:
     return Traffic(tuple(stays), tuple(leaves), tuple(arrives))
 
 
-def least_ms(traffic: Traffic, limits: Limits) -> float:
-    """Milliseconds that the GPU with the most to do needs at its limits."""
-    needed = []
-    for rank, stays in enumerate(traffic.stays):
-        needed.append(2 * stays / limits.copy[rank] / 1e6)
-        crossing = max(traffic.leaves[rank], traffic.arrives[rank])
-        # Where nothing links the ranks (one GPU, or a CPU) what crosses is copied, too.
-        needed.append(crossing / limits.link[rank] / 1e6 if limits.link else 2 * crossing / limits.copy[rank] / 1e6)
-    return max(needed)
+def least_ms(traffic: Traffic, limits: Limits) -> dict[str, float]:
+    """Milliseconds that the GPU with the most to do needs at its limits: for what it copies, and for what crosses its
+    link.
+    """
+    copy = max(2 * stays / limits.copy[rank] / 1e6 for rank, stays in enumerate(traffic.stays))
+    crossing = [max(pair) for pair in zip(traffic.leaves, traffic.arrives, strict=True)]
+    if limits.link is None:  # one GPU, or a CPU: what crosses is copied, too
+        return {"copy": copy, "link": max(2 * n / limits.copy[rank] / 1e6 for rank, n in enumerate(crossing))}
+    return {"copy": copy, "link": max(n / limits.link[rank] / 1e6 for rank, n in enumerate(crossing))}
 
 
 def measure_limits() -> Limits:

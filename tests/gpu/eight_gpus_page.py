@@ -69,15 +69,18 @@ def publishes(section: dict[str, Any]) -> list[str]:
             "",
             f"{what}: {packed['bytes'] / _GB:.3f} GB in all; at most {max(traffic['stays']) / _GB:.3f} stay on a GPU, "
             f"and the one with most to do sends {sent / _GB:.3f} over its link and gets {got / _GB:.3f}. At the limits "
-            f"it takes {packed['least_ms']:.2f} ms.",
+            f"the copies take {packed['least_ms']['copy']:.2f} ms, the links {packed['least_ms']['link']:.2f} ms.",
             "",
-            f"| ms, medians | {' | '.join(_PHASES)} | share of the limit: transfer | total |",
+            f"| ms, medians | {' | '.join(_PHASES)} | copies, links at their limits: of the transfer | of all |",
             "|---" * (len(_PHASES) + 3) + "|",
         ]
         for way in ("packed", "in_place"):
             row = first[f"{layout}_{way}"]
             cells = [f"{row['ms'].get(phase, 0.0):.2f}" for phase in _PHASES]
-            shares = [f"{row['share_of_limit'].get(phase, 0.0):.3f}" for phase in ("transfer", "total")]
+            shares = [
+                ", ".join(f"{row['share_of_limits'][phase][limit]:.3f}" for limit in ("copy", "link"))
+                for phase in ("transfer", "total")
+            ]
             lines.append(f"| {way.replace('_', ' ')} | {' | '.join([*cells, *shares])} |")
     return lines
 

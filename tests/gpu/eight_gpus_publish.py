@@ -163,7 +163,9 @@ def checked_step(report: RankReport, source: Source, step: Any, layout: str) -> 
     report.note(f"{layout}_first_ms", {**published.ms, **{f"driver {call}": ms for call, ms in step.ms.items()}})
 
 
-def timed_publishes(report: RankReport, source: Source, step: Any, layout: str, cycles: int, least: float) -> int:
+def timed_publishes(
+    report: RankReport, source: Source, step: Any, layout: str, cycles: int, least: dict[str, float]
+) -> int:
     """The same bytes under new versions: packed into buffers, and shown where the trainer's memory lies. The last
     version."""
     version = 1
@@ -183,9 +185,10 @@ def timed_publishes(report: RankReport, source: Source, step: Any, layout: str, 
             "staging_bytes": warm[0].staging_bytes,
             "ms": {phase: round(ms, 3) for phase, ms in phases.items()},
             "total_ms": [round(row.ms["total"], 2) for row in rows],
-            "least_ms": round(least, 3),
-            "share_of_limit": {
-                phase: round(least / phases[phase], 4) for phase in ("transfer", "total") if phases.get(phase)
+            "least_ms": {limit: round(ms, 4) for limit, ms in least.items()},
+            "share_of_limits": {
+                phase: {limit: round(ms / phases[phase], 4) for limit, ms in least.items()}
+                for phase in ("transfer", "total")
             },
         }
         report.note(f"{layout}_{way.replace(' ', '_')}", row)
