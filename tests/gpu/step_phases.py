@@ -275,9 +275,14 @@ def main() -> int:
 
         os.environ.update(cpu_environment(1))
     install_plugin(out / "site")
-    if write_model(out, config_of(sizes)).wait(120):
-        raise RuntimeError("the engine's model directory could not be written")
+    model = write_model(out, config_of(sizes))
+    from sglang.srt.entrypoints.engine import Engine
+
     from weftpub_adapters.sglang.driver import ColocatedEngine, LocalEngine
+
+    del Engine  # imported while the directory is written
+    if model.wait(120):
+        raise RuntimeError("the engine's model directory could not be written")
 
     arguments = engine_arguments(out / "model", graphs=False)
     if GPU:
