@@ -22,20 +22,17 @@ With several sender ranks each makes a `ColocatedEngine` and makes the same call
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
 import torch
 
-from weftpub.errors import ConfigError, DeadlineError, StateError, TornError, WeftpubError
+from weftpub.errors import ConfigError, DeadlineError, StateError, WeftpubError
 from weftpub.publisher import FailurePolicy, Publisher, PublishReport, RankGroup, SoloGroup, SourceBuffers
 from weftpub.publisher.agreement import agree
 from weftpub.publisher.report import PhaseClock
-from weftpub.version import EngineState
-from weftpub.wire.description import EngineDescription
 from weftpub.wire.messages import StatusReport
 from weftpub_adapters.sglang.driver.handle import DriverDeadlines, EngineHandle, Mode
+from weftpub_adapters.sglang.driver.member import EnginePhase, EngineStanding, Member, parameter_bytes, refuse
 from weftpub_adapters.sglang.driver.memory import TAGS, MemoryTags, TagState, free_bytes, wait_for_free
 
 __all__ = ["ColocatedEngine", "EnginePhase", "EngineStanding"]
@@ -43,60 +40,6 @@ __all__ = ["ColocatedEngine", "EnginePhase", "EngineStanding"]
 _FLUSH_AGAIN_S = 0.2
 _LOOK_AGAIN_S = 0.01
 _FREED_SHARE = 0.95  # of the weights' bytes that must be seen to become free: other processes use the GPU, too
-
-
-class EnginePhase(StrEnum):
-    """What the driver lets an engine do."""
-
-    SERVING = "serving"
-    DRAINED = "drained"
-
-
-@dataclass(frozen=True)
-class EngineStanding:
-    """Where one engine stands, as its driver knows.
-
-    Attributes:
-        phase: serving or drained.
-        tags: state of every memory tag.
-        version: the version that was committed last through this driver, None before the first.
-        fenced: why it may not serve, "" if it may.
-        out: why it takes no part any more, "" if it does.
-    """
-
-    phase: EnginePhase
-    tags: dict[str, str]
-    version: int | None
-    fenced: str
-    out: str
-
-
-@dataclass
-class _Member:
-    """One engine and what is known of it."""
-
-    handle: EngineHandle
-    tags: MemoryTags
-    phase: EnginePhase = EnginePhase.SERVING
-    version: int | None = None
-    fenced: str = ""
-    out: str = ""
-    behind: int | None = None  # restarted: the version that it must hold before it serves, unless it is published to
-    freed: dict[str, dict[str, int]] = field(default_factory=dict)  # tag -> GPU -> bytes that its release gave back
-    weights: dict[str, int] | None = None  # GPU -> bytes of parameters
-    saves: bool | None = None  # whether its memory can be released
-
-    @property
-    def name(self) -> str:
-        return self.handle.name
-
-    @property
-    def devices(self) -> tuple[str, ...]:
-        return tuple(self.weights or ())
-
-    def require_drained(self, call: str) -> None:
-        if self.phase is not EnginePhase.DRAINED:
-            raise StateError(f"engine {self.name}: {call} refused while it is serving; call drain first")
 
 
 class ColocatedEngine:
@@ -137,7 +80,7 @@ class ColocatedEngine:
         self._policy: FailurePolicy = on_engine_failure
         self._measure = measure
         self._spare = spare_bytes
-        self._members = {handle.name: _Member(handle, MemoryTags(handle.name)) for handle in given}
+        self._members = {handle.name: Member(handle, MemoryTags(handle.name)) for handle in given}
         self._engine_of: dict[int, str] = {}
         self._rounds = 0
         self._clock = PhaseClock()
@@ -250,11 +193,11 @@ class ColocatedEngine:
             self._together("drained", d.control, lambda member: member.require_drained("continue_"))
             if not self._engine_of:  # a drain that failed did not come to it
                 self._describe()
-            self._together("memory", d.control, _require_resident)
+            self._together("memory", d.control, lambda member: member.require_resident())
             self._publisher.resume()
             ranks = self._ranks()
             # Nobody goes on before all may.
-            self._together("readiness", d.control, lambda member: _check_ready(member, ranks.get(member.name, {})))
+            self._together("readiness", d.control, lambda member: member.require_ready(ranks.get(member.name, {})))
             self._together("continue", 5 * d.control, self._continue_one)
 
     def rejoin(self, handle: EngineHandle) -> None:
@@ -267,7 +210,7 @@ class ColocatedEngine:
             raise ConfigError(f"engine {handle.name} replaces none of {', '.join(self._members)}; keep its name")
         handle.pause("retract")
         committed = [member.version for member in self._members.values() if member.version is not None]
-        self._members[handle.name] = _Member(
+        self._members[handle.name] = Member(
             handle,
             MemoryTags(handle.name),
             phase=EnginePhase.DRAINED,
@@ -276,7 +219,7 @@ class ColocatedEngine:
             behind=max(committed, default=None),
         )
 
-    def _drain_one(self, member: _Member, mode: Mode) -> None:
+    def _drain_one(self, member: Member, mode: Mode) -> None:
         if member.phase is EnginePhase.SERVING:
             member.handle.pause(mode)
             member.phase = EnginePhase.DRAINED
@@ -297,7 +240,7 @@ class ColocatedEngine:
             engine_of[one.rank] = one.engine
             sizes = found.setdefault(one.engine, {})
             if one.device != "cpu":
-                sizes[one.device] = sizes.get(one.device, 0) + _parameter_bytes(one)
+                sizes[one.device] = sizes.get(one.device, 0) + parameter_bytes(one)
             member, plugin = self._members.get(one.engine), one.settings.get("plugin")
             if member is not None and isinstance(plugin, Mapping):  # a driver before this one may have ended in between
                 released: Any = plugin.get("released", ())
@@ -306,7 +249,7 @@ class ColocatedEngine:
             member.weights = found.get(name, member.weights or {})
         self._engine_of = engine_of
 
-    def _release_one(self, member: _Member, tags: Sequence[str]) -> None:
+    def _release_one(self, member: Member, tags: Sequence[str]) -> None:
         member.require_drained("release")
         member.tags.check_release(tags)
         if member.saves is None:
@@ -325,7 +268,7 @@ class ColocatedEngine:
                 device: self._freed(member, tag, device, free) for device, free in before.items() if free is not None
             }
 
-    def _freed(self, member: _Member, tag: str, device: str, before: int) -> int:
+    def _freed(self, member: Member, tag: str, device: str, before: int) -> int:
         """Bytes that a release gave back; waits for those of the weights, whose size is known."""
         if tag != "weights":
             after = self._measure(device)
@@ -340,19 +283,19 @@ class ColocatedEngine:
             )
         return 0 if after is None else max(0, after - before)
 
-    def _resume_weights(self, member: _Member) -> None:
+    def _resume_weights(self, member: Member) -> None:
         member.require_drained("publish")
         if member.tags["weights"] is not TagState.RESIDENT:
             self._bring_back(member, "weights")
 
-    def _resume_one(self, member: _Member) -> None:
+    def _resume_one(self, member: Member) -> None:
         member.require_drained("resume")
         if member.tags["weights"] is not TagState.RESIDENT:
             raise StateError(f"engine {member.name}: its weights are {member.tags['weights']}; publish before resume")
         for tag in member.tags.released:
             self._bring_back(member, tag)
 
-    def _bring_back(self, member: _Member, tag: str) -> None:
+    def _bring_back(self, member: Member, tag: str) -> None:
         """Resume one tag, once the memory for it is there: an engine that runs out of memory ends."""
         member.tags.check_resume([tag])
         for device, freed in member.freed.get(tag, {}).items():
@@ -367,12 +310,12 @@ class ColocatedEngine:
             )
         self._move(member, tag, TagState.RESIDENT, member.handle.resume)
 
-    def _move(self, member: _Member, tag: str, target: TagState, call: Callable[[Sequence[str]], None]) -> None:
+    def _move(self, member: Member, tag: str, target: TagState, call: Callable[[Sequence[str]], None]) -> None:
         member.tags.move([tag], TagState.UNKNOWN)
         call([tag])
         member.tags.move([tag], target)
 
-    def _committed(self, member: _Member, version: int, report: PublishReport) -> None:
+    def _committed(self, member: Member, version: int, report: PublishReport) -> None:
         outcome = report.engines.get(member.name)
         if outcome is None or outcome.error or outcome.version != version:
             member.fenced = "the publish left it out" if outcome is None else outcome.error or outcome.state
@@ -388,14 +331,14 @@ class ColocatedEngine:
             found.setdefault(engine, {})[rank] = reports.get(rank)
         return found
 
-    def _continue_one(self, member: _Member) -> None:
+    def _continue_one(self, member: Member) -> None:
         if member.version is not None and member.handle.weight_version() != str(member.version):
             member.handle.set_weight_version(str(member.version))
         member.handle.continue_()
         self._await_going(member)
         member.phase, member.fenced = EnginePhase.SERVING, ""
 
-    def _await_going(self, member: _Member) -> None:
+    def _await_going(self, member: Member) -> None:
         """Return when every worker of an engine that was told to go on computes requests.
 
         SGLang does not answer `continue_generation`, and a worker that may not serve does not obey it: requests would
@@ -409,14 +352,14 @@ class ColocatedEngine:
             if refusing or elapsed >= self._deadlines.control:
                 with contextlib.suppress(WeftpubError):  # it may yet hear that it was told to go on
                     member.handle.pause("retract")
-                _refuse(member.name, refusing)
+                refuse(member.name, refusing)
                 raise DeadlineError(
                     f"engine {member.name}, receiver ranks {sorted(resting)}: still at rest {elapsed:.1f} s after "
                     f"continue_, of {self._deadlines.control:g} s allowed; has somebody else paused it?"
                 )
             time.sleep(_LOOK_AGAIN_S)
 
-    def _together(self, phase: str, seconds: float, action: Callable[[_Member], None]) -> None:
+    def _together(self, phase: str, seconds: float, action: Callable[[Member], None]) -> None:
         """Have rank 0 act on every engine, the other ranks wait, and all learn how it went."""
 
         def conclude(_: list[Any]) -> None:
@@ -445,67 +388,3 @@ class ColocatedEngine:
             conclude,
             allowance=seconds * max(1, len(self._members)),
         )
-
-
-def _serves(report: StatusReport) -> bool:
-    return report.state is EngineState.SERVING
-
-
-def _standing(rank: int, report: StatusReport | None) -> str:
-    """Where a rank stands, in words."""
-    if report is None:
-        return f"receiver rank {rank} says nothing"
-    return f"receiver rank {rank} is {report.state}{f', {report.reason}' if report.reason else ''}"
-
-
-def _check_ready(member: _Member, ranks: Mapping[int, StatusReport | None]) -> None:
-    """See by the word of its ranks that an engine may serve, and note the version: a commit whose end this driver did
-    not hear of is a commit all the same.
-    """
-    versions = {report.version for report in ranks.values() if report is not None}
-    idle = {rank: report for rank, report in ranks.items() if report is None or not _serves(report)}
-    if idle or len(versions) != 1:
-        why = "; ".join(_standing(rank, report) for rank, report in idle.items())
-        why = why or f"its ranks hold versions {sorted(map(str, versions))}"
-        raise TornError(
-            f"engine {member.name} may not serve: {f'{member.fenced}; ' if member.fenced else ''}{why}; publish a "
-            "complete version"
-        )
-    if member.behind is not None and versions != {member.behind}:
-        raise TornError(
-            f"engine {member.name} was restarted and holds version {versions.pop()}, version {member.behind} was "
-            "committed last; publish a complete version"
-        )
-    _refuse(member.name, {rank: r.why_not for rank, r in ranks.items() if r is not None and not r.may_serve})
-    member.version = versions.pop()
-
-
-def _refuse(engine: str, reasons: Mapping[int, str]) -> None:
-    """StateError, naming the workers, if some would not go on."""
-    if reasons:
-        named = "; ".join(f"receiver rank {rank}: {reason}" for rank, reason in reasons.items())
-        raise StateError(f"engine {engine} does not go on, and its requests wait, as workers refuse: {named}")
-
-
-def _require_resident(member: _Member) -> None:
-    if not member.tags.resident:
-        states = {tag: member.tags[tag] for tag in member.tags}
-        away = ", ".join(f"{tag} {state}" for tag, state in states.items() if state is not TagState.RESIDENT)
-        raise StateError(
-            f"engine {member.name} cannot go on, its memory is away ({away}); publish brings back the weights, resume "
-            "the rest"
-        )
-
-
-def _parameter_bytes(one: EngineDescription) -> int:
-    """Bytes of a rank's parameters; what the engine keeps, and experts that the trainer maps too, stay through a
-    release."""
-    stays = one.settings.get("kept")
-    shared = one.settings.get("shared_memory")
-    kept = (set(stays) if isinstance(stays, list) else set()) | (set(shared) if isinstance(shared, dict) else set())
-    sizes = (
-        torch.Size(spec.shape).numel() * getattr(torch, spec.dtype).itemsize
-        for spec in one.parameters
-        if spec.name not in kept
-    )
-    return sum(sizes)
