@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from weftpub.memory import vmm
 from weftpub.transport import CudaIpcReceive, CudaIpcSend, cuda_driver, cuda_ipc
 from weftpub.wire import CudaIpcOffer, gpu_uuid
 from weftpub_kernels import copy_spans
@@ -123,12 +124,14 @@ def offered() -> Iterator[CudaIpcOffer]:
 @pytest.mark.gpu
 @pytest.mark.multigpu
 def test_a_kernel_of_one_gpu_reads_what_is_on_another(offered: CudaIpcOffer) -> None:
-    """Whole and ragged pieces, into memory that the other GPU has never been shown."""
+    """Whole and ragged pieces, into pages that are mapped for their own GPU only, as a memory saver maps them."""
     assert offered.gpu == gpu_uuid(AWAY)
+    nbytes = 1 << 22
+    address = vmm.map_handle(HOME, vmm.create(HOME, nbytes), nbytes, vmm.Access.WRITE)
     transport = CudaIpcReceive(torch.device("cuda", HOME))
     source = transport.open(offered)
     assert source.device == torch.device("cuda", HOME)
-    target = torch.zeros(1 << 22, dtype=torch.uint8, device=f"cuda:{HOME}")
+    target = cuda_driver.tensor_at(HOME, address, nbytes)
     pieces = [(0, 1 << 20), (1 << 20, 12345), ((1 << 20) + 12345, 7), (1 << 21, 1 << 21)]
     rows = [(source.data_ptr() + at, target.data_ptr() + at, size, 1, size, size) for at, size in pieces]
     copy_spans(np.array(rows, dtype=np.int64), torch.device("cuda", HOME))
@@ -138,3 +141,5 @@ def test_a_kernel_of_one_gpu_reads_what_is_on_another(offered: CudaIpcOffer) -> 
         assert torch.equal(target[at : at + size].cpu().long(), expected[at : at + size])
     assert int(source[:100].long().sum()) == int(expected[:100].sum())
     transport.close()
+    del target
+    vmm.unmap(HOME, address, nbytes)
