@@ -230,6 +230,7 @@ class Trial:
         report, shared = self.report, self.said.get("shared_experts") or {}
         if not report.check("engine: experts lie in shared memory", bool(self.said.get("shared_memory")), shared):
             raise SystemExit("nothing is shared; the worker's log says why")
+        report.number("engine_plan", self.said["plan"])
         if not GPU:
             return
         back, held = shared.get("given_back") or 0, shared.get("nbytes", 1)
@@ -293,6 +294,7 @@ class Trial:
         for tag in ("kv_cache", "weights") if GPU and release else ():
             self.engine.release([tag])
             self.away.append(tag)
+            time.sleep(0.02)  # it answers before the memory is free
             row[f"without_{tag}"] = free_bytes()
 
     def bring_back(self, tag: str) -> None:

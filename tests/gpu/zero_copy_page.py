@@ -160,17 +160,19 @@ def engine_section(data: Mapping[str, Any]) -> list[str]:
     """SGLang itself."""
     cycles, numbers = data["cycles"], data["numbers"]
     steps = sorted(row["s"] for row in cycles)
+    deaths = sorted((int(cycle), who) for cycle, who in numbers["engine_kills"]["cycles"].items())
     lines = [
         "",
         "## SGLang",
         "",
         f"{len(cycles)} cycles of drain, release, step, publish and resume with CUDA graphs and the memory saver on, "
         f"median {steps[len(steps) // 2]:.2f} s each (sha256 of every tensor on both sides included). Killed: "
-        + ", ".join(
-            f"{who} in cycle {cycle}"
-            for cycle, who in sorted(numbers["engine_kills"]["cycles"].items(), key=lambda x: int(x[0]))
-        )
+        + ", ".join(f"{who} in cycle {cycle}" for cycle, who in deaths)
         + f" (seed {numbers['engine_kills']['seed']}). An engine is up after {numbers['engine_up_s_1']} s.",
+        "",
+        "The plan, by its own account:",
+        "",
+        *(f"- {line}" for line in numbers["engine_plan"]),
         "",
         "| check | | found |",
         "|---|---|---|",

@@ -16,11 +16,13 @@ from zero_copy_base import DEVICE, GPU, NAME, expert_shards, masters_of
 from weftpub.channel import Deadlines
 from weftpub.checkpoint import export_hf
 from weftpub.memory import SharedAllocation, SharedAllocator
-from weftpub.plan import Destination, Shard, ViewSpec, make_plan, torch_dtype
-from weftpub.publisher import Peer, Publisher
+from weftpub.plan import Destination, Plan, Shard, ViewSpec, make_plan, torch_dtype
+from weftpub.plan.coincide import find_coincidences, places_of
+from weftpub.publisher import Peer, Publisher, SourceBuffers
 from weftpub.receive import EngineDescription
 from weftpub.store import ExpertStore, StoreLayout
 from weftpub.store.shared import shared_catalogue
+from weftpub.transport import source_places
 from weftpub.wire.identity import local_identity
 
 __all__ = ["EngineTrainer"]
@@ -113,9 +115,19 @@ class EngineTrainer:
             self._publisher.close()
         self._publisher = Publisher(run, None, peers, commit_path=commit, deadlines=Deadlines.all(60))
         (described,) = self._publisher.describe()
-        self._publisher.set_plan(self._plan(described))
+        plan = self._plan(described)
+        self._publisher.set_plan(plan)
         keys = ("shared_experts", "shared_memory", "plugin")
-        return {key: described.settings.get(key) for key in keys}
+        return {key: described.settings.get(key) for key in keys} | {"plan": self._explained(plan, described)}
+
+    def _explained(self, plan: Plan, described: EngineDescription) -> list[str]:
+        """What of the plan is in place, and why the rest is copied; nothing before a generation is sealed."""
+        if str(self._store.state) != "sealed":
+            return []
+        tensors = {item.name: item.tensor for item in self._store.canonical()} | self.others(0)
+        sources = SourceBuffers.of_tensors(tensors)
+        places = {described.rank: places_of(described.device, described.settings)}
+        return find_coincidences(plan, {0: source_places(sources.views, sources.buffers)}, places).explain()
 
     def pause(self) -> None:
         """Have the engine's receiver keep it at rest."""
@@ -155,7 +167,7 @@ class EngineTrainer:
             torch.cuda.synchronize()
         return found
 
-    def _plan(self, described: EngineDescription) -> Any:
+    def _plan(self, described: EngineDescription) -> Plan:
         pairs = list(expert_shards(self._store.layout))
         kept: Any = described.settings["kept"]
         for spec in described.parameters:
