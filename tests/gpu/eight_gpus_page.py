@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-_PHASES = ("checksum", "hello", "begin", "transfer", "verify", "record", "commit", "total")
+_PHASES = ("checksum", "hello", "begin", "transfer", "verify", "record", "commit", "others", "total")
 _GB = 1e9
 
 
