@@ -68,16 +68,15 @@ class LinkCounters:
 
     Args:
         uuid: of the GPU, "GPU-..."; "cpu" for none.
-        read: for tests: sent and received bytes so far and where they go round, in place of NVML.
 
     Attributes:
         to_gpu, to_host: bytes; None where the driver does not tell.
     """
 
-    def __init__(self, uuid: str, *, read: Callable[[], tuple[int, int, int] | None] | None = None) -> None:
+    def __init__(self, uuid: str) -> None:
         self.to_gpu: int | None = None
         self.to_host: int | None = None
-        self._read = _reader(uuid) if read is None else read
+        self._read = _reader(uuid)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -111,6 +110,7 @@ class LinkCounters:
 
 
 def _reader(uuid: str) -> Callable[[], tuple[int, int, int] | None]:
+    """What gives the bytes sent and received so far, and where the counters go round; None where nothing tells."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
