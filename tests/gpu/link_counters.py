@@ -1,4 +1,4 @@
-"""Bytes between host and GPU, counted twice: every copy that PyTorch is asked for, and what the GPU's own counters saw."""
+"""Bytes between host and GPU, counted twice: copies that PyTorch is asked for, and the GPU's own counters."""
 
 import ctypes
 import threading
