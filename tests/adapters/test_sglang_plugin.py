@@ -27,8 +27,9 @@ from weftpub.errors import ChannelError, ChecksumError, StateError, TornError
 from weftpub.plan import Plan
 from weftpub.publisher import Publisher
 from weftpub.version import EngineState
-from weftpub_adapters.sglang.driver import ColocatedEngine, Completion, DriverDeadlines, LocalEngine
+from weftpub_adapters.sglang.driver import ColocatedEngine, Completion, DriverDeadlines, LocalEngine, base
 from weftpub_adapters.sglang.driver.model_directory import write_engine_directory
+from weftpub_adapters.sglang.plugin import ReceiverSettings
 
 # An engine changes its process: signal handlers, start method, SGLang's runtime context. Other tests have their own.
 pytestmark = [pytest.mark.isolated("sglang-engine"), pytest.mark.slow]
@@ -37,6 +38,12 @@ LAYOUT = "tp2-ep2"
 CONFIG = LAYOUTS[LAYOUT].config
 RUN = "plugin-test"
 DEADLINES = DriverDeadlines(start=60, drain=60, flush=20, memory=20, release=60, resume=60, control=60, shutdown=30)
+
+
+class Impatient(ReceiverSettings):
+    """A test waits for a worker that does not come to rest."""
+
+    pause: float = 2.0
 
 
 @dataclass
@@ -93,6 +100,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     (folder / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
     model = write_engine_directory(folder / "model", folder / "config.json")
     engine = started(folder, model)
+    patch = pytest.MonkeyPatch()
+    patch.setattr(base, "ReceiverSettings", Impatient)
     try:
         started_on_one_rank_only(engine, folder)
         peers = engine.start_receivers(RUN, folder / "s")
@@ -105,6 +114,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
                 yield made
                 engine = made.engine
     finally:
+        patch.undo()
         engine.shutdown()
 
 
