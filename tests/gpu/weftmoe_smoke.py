@@ -393,7 +393,7 @@ def section_resume(room: Room, report: Report) -> None:
     first, killed = room.run_all([unbroken, broken])
     report.row("resume", first)
     report.row("resume", killed)
-    again = room.run(Run("broken", broken.settings))
+    again = room.run(Run("resumed", broken.settings))
     report.row("resume", again)
     logs = [ended.log.steps if ended.log is not None else () for ended in (first, again)]
     one, other = ({s.step: s.byte_check.sha256 for s in log} for log in logs)
