@@ -15,6 +15,8 @@ from weftmoe.grpo import Microbatch
 
 __all__ = ["log_probabilities"]
 
+_LENGTHS = 64  # lengths of packed sequences are told apart in steps of this
+
 
 def log_probabilities(model: Any, batch: Microbatch, device: torch.device, *, chunk_tokens: int) -> torch.Tensor:
     """Run the model forward.
@@ -90,6 +92,8 @@ def _packed_parameters(batch: Microbatch, device: torch.device) -> Any:
 
     starts = torch.tensor(batch.starts, dtype=torch.int32, device=device)
     longest = max(end - start for start, end in zip(batch.starts, batch.starts[1:], strict=False))
+    # An upper bound is enough, and kernels are built anew for each one.
+    longest += -longest % _LENGTHS
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=starts,
