@@ -12,14 +12,6 @@ g + t holds row g of the left matrix, bytes 4t..4t+3 of its first and of its sec
 matrix, rows likewise; and columns 2t, 2t+1 of rows g and g + 8 of the result. So one product adds up the four threads
 of a group, and two accumulate 16 rows. What is left are two limbs for each of four columns per thread: these are
 joined by A, A^2 and A^3, and one 64-bit weight per thread places the group, the limbs and the warp.
-
-By rows, the same with W's words (four columns of a row, in COLUMNS_FIRST order) in place of W^T's, and
-
-    B[k, n] = limb n of A^(N * word + 4 * lane in group + byte)     k = place in the word's 16 neighbours in a row
-
-Two products then add up four rows, and what is left are four times four rows, which the powers of A^(4 N) join. These
-depend on the matrix, but W's words are stored one by one and so may lie where the products want them; those of W^T must
-lie where the stores want them, and are moved.
 """
 
 import numpy as np
@@ -27,36 +19,20 @@ import torch
 
 from .checksum import power
 
-__all__ = [
-    "LOAD_ASM",
-    "LOAD_CONSTRAINTS",
-    "ROWS_SUM_ASM",
-    "ROWS_SUM_CONSTRAINTS",
-    "SUM_ASM",
-    "SUM_CONSTRAINTS",
-    "THREADS",
-    "joints",
-    "sum_weights",
-]
+__all__ = ["LOAD_ASM", "LOAD_CONSTRAINTS", "SUM_ASM", "SUM_CONSTRAINTS", "THREADS", "sum_weights"]
 
 THREADS = 256
 _LIMB_WORDS = 32 * 4
 _MMA = "mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32"
 
 
-def joints(columns: int) -> tuple[int, int, int]:
-    """The weights, as signed words of 64 bits, of rows 4, 8 and 12 of a thread over its first."""
-    return power(4 * columns), power(8 * columns), power(12 * columns)
-
-
-def sum_weights(columns: int, by_rows: bool = False) -> torch.Tensor:
+def sum_weights(columns: int) -> torch.Tensor:
     """int64 [64 + 256] for tiles of a matrix with that many columns: right fragments of 32 lanes, then a weight per
     thread."""
     limbs = np.empty((32, 4, 4), dtype=np.uint8)
     for lane, word, byte in np.ndindex(limbs.shape):
         group, member = divmod(lane, 4)
-        place = columns * word + byte if by_rows else columns * (4 * word + byte)
-        limbs[lane, word, byte] = power(place + 4 * member) >> 8 * group & 255
+        limbs[lane, word, byte] = power(columns * (4 * word + byte) + 4 * member) >> 8 * group & 255
     places = np.empty(THREADS, dtype=np.uint64)
     for thread in range(THREADS):
         warp, lane = divmod(thread, 32)
@@ -84,9 +60,9 @@ unused."""
 LOAD_CONSTRAINTS = ",".join(["=r"] * 16 + ["l"] * 16)
 
 
-def _sum_asm(joints: list[str]) -> str:
-    """$0: this thread's part of the sum; $16..$31: its words, four rows each, four words per column, or four columns
-    each, a word per row; $32..$37: LOAD_ASM's; ``joints`` are weights of columns 1 to 3 over the first, or of rows."""
+def _sum_asm() -> str:
+    """$0: this thread's part of the sum; $16..$31: its words, four rows each, four words per column; $32..$37:
+    LOAD_ASM's."""
     limbs = ("{$32, $33}", "{$34, $35}")
     lines = ["{", ".reg .b32 part<8>;", ".reg .b64 place, column<4>;", "mov.b64 place, {$36, $37};"]
     for half in range(2):
@@ -100,11 +76,9 @@ def _sum_asm(joints: list[str]) -> str:
             f"mad.lo.u32 part{2 * column}, part{2 * column + 1}, 256, part{2 * column};",
             f"cvt.u64.u32 column{column}, part{2 * column};",
         ]
-    lines += [f"mad.lo.s64 column0, column{i}, {joint}, column0;" for i, joint in enumerate(joints, 1)]
+    lines += [f"mad.lo.s64 column0, column{column}, {power(column)}, column0;" for column in range(1, 4)]
     return "\n".join([*lines, "mul.lo.s64 $0, column0, place;", "}"])
 
 
-SUM_ASM = _sum_asm([str(power(column)) for column in range(1, 4)])
+SUM_ASM = _sum_asm()
 SUM_CONSTRAINTS = ",".join(["=l"] * 16 + ["r"] * 32)
-ROWS_SUM_ASM = _sum_asm(["$48", "$64", "$80"])
-ROWS_SUM_CONSTRAINTS = ",".join([SUM_CONSTRAINTS] + ["l"] * 48)

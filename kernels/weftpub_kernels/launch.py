@@ -19,23 +19,14 @@ from triton.runtime import driver
 
 from .checks import check_arguments, check_monitor
 from .errors import ShapeError
-from .fragments import joints, sum_weights
+from .fragments import sum_weights
 from .nonfinite import NonFiniteMonitor
 from .pair import QuantizedPair, grid_of, span
 from .recipe import BLOCK, Recipe
 from .triton_quantize import COLUMNS_FIRST, NUM_WARPS, ROWS_FIRST, quantize_tiles
-from .tuning import RESIDENT, Tuning, choose
+from .tuning import Tuning, choose
 
-__all__ = [
-    "Variant",
-    "batch_strides",
-    "compile_kernel",
-    "fixed_strides",
-    "idle_monitor",
-    "launch",
-    "programs",
-    "settle",
-]
+__all__ = ["Variant", "batch_strides", "compile_kernel", "fixed_strides", "idle_monitor", "launch", "settle"]
 
 _MAX_PLANS = 4096
 _MOST_FIXED = 32768  # longest row that is compiled in: the self-test needs hundreds of them
@@ -59,7 +50,7 @@ class Variant(NamedTuple):
 @dataclass(slots=True, frozen=True)
 class _Plan:
     run: Callable[..., None]
-    programs: tuple[int, int, int]
+    programs: tuple[int, int, int]  # blocks across, blocks down, matrices
     function: Any
     packed_metadata: Any
     constants: tuple[Any, ...]  # every argument after the addresses and the base
@@ -152,8 +143,8 @@ def _prepare(
     check_arguments(x, out, recipe)
     with _lock, torch.cuda.device(x.device):
         even = x.shape[-2] % BLOCK == 0 and x.shape[-1] % BLOCK == 0
-        blocks = math.prod(x.shape[:-2]) * math.prod(grid_of(x.shape))
-        chosen = tuning or choose(blocks, processors_of(x.device))
+        processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+        chosen = tuning or choose(math.prod(x.shape[:-2]) * math.prod(grid_of(x.shape)), processors)
         known = _fixed.setdefault(x.get_device(), set()) if tuning is None else None
         chosen, strides = settle(x, out, chosen, known)
         variant = Variant(x.dtype, recipe.operators, even, out.sums is not None, check, aligned, chosen, strides)
@@ -172,15 +163,15 @@ def _plan(x: torch.Tensor, out: QuantizedPair, variant: Variant) -> _Plan | None
     strides = batch_strides(x, out)
     if strides is None:
         return None
-    count, (rows, columns), (mb, nb) = math.prod(x.shape[:-2]), x.shape[-2:], grid_of(x.shape)
+    count, (rows, columns), (mb, columns_of_blocks) = math.prod(x.shape[:-2]), x.shape[-2:], grid_of(x.shape)
     if count >= 1 << 16 or mb >= 1 << 16:
         found = f"{list(x.shape)} has {count} matrices of {mb} rows of blocks"
         raise ShapeError(f"{found}, one launch takes 65535 of each; split it")
-    weights = _weights(columns, variant.tuning.by_rows, x.device) if variant.sums else None
+    weights = _weights(columns, x.device) if variant.sums else None
     compiled, constants = compile_kernel(x, out, strides, variant, weights)
     return _Plan(
         compiled.run,
-        programs(variant.tuning, count, mb, nb, processors_of(x.device)),
+        (columns_of_blocks, mb, count),
         compiled.function,
         compiled.packed_metadata,
         constants,
@@ -188,18 +179,6 @@ def _plan(x: torch.Tensor, out: QuantizedPair, variant: Variant) -> _Plan | None
         weights,
         (count, rows, columns),
     )
-
-
-def processors_of(device: torch.device) -> int:
-    """Multiprocessors of a GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def programs(tuning: Tuning, count: int, mb: int, nb: int, processors: int) -> tuple[int, int, int]:
-    """The grid for ``count`` matrices of ``mb`` x ``nb`` blocks."""
-    if tuning.order == "stay":
-        return min(count * mb * nb, RESIDENT * processors), 1, 1
-    return (mb, nb, count) if tuning.order == "down" else (nb, mb, count)
 
 
 def fixed_strides(x: torch.Tensor, out: QuantizedPair, tuning: Tuning) -> tuple[int, int, int]:
@@ -237,40 +216,20 @@ def compile_kernel(
 ) -> tuple[Any, tuple[Any, ...]]:
     """The kernel for tensors of this layout, and its arguments after the buffers and the monitor's base.
 
-    A limit of registers is for whole blocks and multiplied codes, as the other kernels would spill, and for programs
-    that stay, all of which must run at once.
+    A limit of registers is for whole blocks and multiplied codes; the other kernels would spill.
     """
     tuning = variant.tuning
     wide = any(BLOCK * abs(a) + BLOCK * abs(b) >= 1 << 31 for a, b in (t.stride()[-2:] for t in (x, out.w, out.wt)))
     address = 0 if weights is None else weights.data_ptr()
     caches = (tuning.load_cache, tuning.load_evict, tuning.store_cache, tuning.turned_cache)
     multiplier_first = not {"divide", "amax_times_recip", "amax_over_448_full"} & {*variant.operators}
-    order = (
-        tuning.apart,
-        tuning.by_rows,
-        tuning.early,
-        tuning.late if multiplier_first else "",
-        tuning.order,
-        tuning.stagger,
-    )
+    order = (tuning.apart, tuning.stores_first, tuning.stores_first and multiplier_first)
     switches = (variant.even, variant.check, variant.sums, wide, *variant.strides, *caches, *order)
-    blocks = math.prod(x.shape[:-2]) * math.prod(grid_of(x.shape))
     layouts = (COLUMNS_FIRST, ROWS_FIRST)
-    constants = (
-        address,
-        0,
-        *joints(x.shape[-1]),
-        *x.shape[-2:],
-        blocks,
-        *strides,
-        *variant.operators,
-        *switches,
-        *layouts,
-    )
+    constants = (address, *x.shape[-2:], 0, *strides, *variant.operators, *switches, *layouts)
     dtypes = (x.dtype, out.w.dtype, out.wt.dtype, torch.float32, torch.float32, torch.int64, torch.int64)
     buffers = [_Pointer(dtype, variant.aligned) for dtype in dtypes]
-    fits = variant.even and "divide" not in variant.operators
-    limited = tuning.registers is not None and (fits or tuning.order == "stay")
+    limited = tuning.registers is not None and variant.even and "divide" not in variant.operators
     options = {"maxnreg": tuning.registers} if limited else {}
     compiled = quantize_tiles.warmup(*buffers, 0, *constants, grid=(1,), num_warps=NUM_WARPS, **options)
     return compiled, constants
@@ -320,8 +279,8 @@ def _batch_stride(tensor: torch.Tensor) -> int | None:
 
 
 @functools.lru_cache(maxsize=256)
-def _weights(columns: int, by_rows: bool, device: torch.device) -> torch.Tensor:
-    return sum_weights(columns, by_rows).to(device)
+def _weights(columns: int, device: torch.device) -> torch.Tensor:
+    return sum_weights(columns).to(device)
 
 
 class _Pointer:

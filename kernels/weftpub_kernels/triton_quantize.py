@@ -22,15 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language import PropagateNan
 
-from .fragments import (
-    LOAD_ASM,
-    LOAD_CONSTRAINTS,
-    ROWS_SUM_ASM,
-    ROWS_SUM_CONSTRAINTS,
-    SUM_ASM,
-    SUM_CONSTRAINTS,
-    THREADS,
-)
+from .fragments import LOAD_ASM, LOAD_CONSTRAINTS, SUM_ASM, SUM_CONSTRAINTS, THREADS
 
 __all__ = ["COLUMNS_FIRST", "NUM_WARPS", "ROWS_FIRST", "quantize_tiles"]
 
@@ -73,8 +65,6 @@ _LOAD_ASM = gl.constexpr(LOAD_ASM)
 _LOAD_CONSTRAINTS = gl.constexpr(LOAD_CONSTRAINTS)
 _SUM_ASM = gl.constexpr(SUM_ASM)
 _SUM_CONSTRAINTS = gl.constexpr(SUM_CONSTRAINTS)
-_ROWS_SUM_ASM = gl.constexpr(ROWS_SUM_ASM)
-_ROWS_SUM_CONSTRAINTS = gl.constexpr(ROWS_SUM_CONSTRAINTS)
 _ALL_NAN = gl.constexpr(PropagateNan.ALL)
 _CLEAN = gl.constexpr(2**63 - 1)
 _INF_BITS = gl.constexpr(0x7F800000)
@@ -82,125 +72,32 @@ _FLT_MAX = gl.constexpr(3.4028234663852886e38)
 _RECIP_448 = gl.constexpr(0.0022321429569274187)  # float32(1/448)
 
 
-@gluon.jit(do_not_specialize=["s_e", "s_m", "s_n", "st_e", "st_n", "st_m", "c_e", "c_m", "c_n", "blocks"])
+@gluon.jit(do_not_specialize=["s_e", "s_m", "s_n", "st_e", "st_n", "st_m", "c_e", "c_m", "c_n"])
 def quantize_tiles(
     x, w, wt, scale, scale_t, sums, record,
-    base: gl.int64, weights: gl.int64, zero: gl.int32,
-    joint1: gl.int64, joint2: gl.int64, joint3: gl.int64,
-    M, N, blocks,
+    base: gl.int64, weights: gl.int64,
+    M, N, zero: gl.int32,
     x_e, x_m, x_n, w_e, w_m, w_n, wt_e, wt_n, wt_m, s_e, s_m, s_n, st_e, st_n, st_m, c_e, c_m, c_n,
     FLOOR: gl.constexpr, SCALE: gl.constexpr, OVERFLOW: gl.constexpr, POW2: gl.constexpr, ZERO: gl.constexpr,
     INVERSE: gl.constexpr, CODE: gl.constexpr,
     EVEN: gl.constexpr, CHECK: gl.constexpr, SUMS: gl.constexpr, WIDE: gl.constexpr,
     X_M: gl.constexpr, W_M: gl.constexpr, WT_N: gl.constexpr,
     LOAD_CACHE: gl.constexpr, LOAD_EVICT: gl.constexpr, STORE_CACHE: gl.constexpr, TURNED_CACHE: gl.constexpr,
-    APART: gl.constexpr, BY_ROWS: gl.constexpr, EARLY: gl.constexpr, LATE: gl.constexpr, ORDER: gl.constexpr,
-    STAGGER: gl.constexpr,
-    LAYOUT: gl.constexpr, LAYOUT_T: gl.constexpr,
+    APART: gl.constexpr, EARLY: gl.constexpr, LATE: gl.constexpr, LAYOUT: gl.constexpr, LAYOUT_T: gl.constexpr,
 ):  # fmt: skip
-    """Quantize block (program 1, program 0) of matrix (program 2) of ``x [E, M, N]``; with ``ORDER`` "down" block
-    (program 0, program 1); with "stay" block (program 0) of all ``blocks`` counted across, and every one as many
-    blocks further on as there are programs.
+    """Quantize block (program 1, program 0) of matrix (program 2) of ``x [E, M, N]``.
 
     ``*_e``, ``*_m`` and ``*_n`` are element strides, ``record`` and ``base`` a NonFiniteMonitor's, ``weights`` the
-    address of fragments.sum_weights(N), ``joint1`` to ``joint3`` are fragments.joints(N), ``zero`` is 0. Where they are
-    not 0, ``X_M``, ``W_M`` and ``WT_N`` stand for ``x_m``, ``w_m`` and ``wt_n``. The constants from ``LOAD_CACHE`` to
-    ``STAGGER`` are a tuning's (tuning.py).
+    address of fragments.sum_weights(N), ``zero`` is 0. Where they are not 0, ``X_M``, ``W_M`` and ``WT_N`` stand for
+    ``x_m``, ``w_m`` and ``wt_n``. ``*_CACHE`` and ``LOAD_EVICT`` are how x is read and codes are written (tuning.py).
+    ``EARLY`` works the addresses of stores out while values are under way; ``LATE``, which goes with it, the dequant
+    scale and the sums after the stores of codes.
+
+    The order of arguments is part of the machine code that was measured: ptxas loads two words of arguments at once
+    where they share eight bytes, and so ``zero`` stands before the strides.
     """
-    x_at = (x_e, x_m, x_n)
-    joints = (joint1, joint2, joint3)
-    if BY_ROWS:
-        WORDS: gl.constexpr = LAYOUT
-    else:
-        WORDS: gl.constexpr = LAYOUT_T
-    to = (x, w, wt, scale, scale_t, sums, record)
-    at = (x_at, (w_e, w_m, w_n), (wt_e, wt_n, wt_m), (s_e, s_m, s_n), (st_e, st_n, st_m), (c_e, c_m, c_n))
-    if STAGGER != 0:
-        _sleep_in_second_round(STAGGER)
-    if ORDER == "stay":
-        fragments = weights
-        if SUMS:
-            fragments = _load_weights(weights, WORDS, BY_ROWS)
-        step = gl.num_programs(0)
-        stride = _place(step, M, N)
-        following = _place(gl.program_id(0), M, N)
-        tile = _load(x, following, M, N, x_at, EVEN, WIDE, X_M, LOAD_CACHE, LOAD_EVICT, LAYOUT)
-        for number in range(gl.program_id(0), blocks, step):
-            place = following
-            following = _further(place, stride, M, N)
-            origins = to
-            if EARLY:
-                origins = _origins(to, place, at)
-            codes, s, finite = _quantize(tile, zero, EVEN, LATE, FLOOR, SCALE, OVERFLOW, POW2, ZERO, INVERSE, CODE)
-            if number + step < blocks:  # on their way while this block is written
-                tile = _load(x, following, M, N, x_at, EVEN, WIDE, X_M, LOAD_CACHE, LOAD_EVICT, LAYOUT)
-            _write(
-                codes, s, finite, fragments, weights, joints, base, to, origins, place, M, N, at,
-                EVEN, CHECK, SUMS, WIDE, W_M, WT_N, STORE_CACHE, TURNED_CACHE, False, BY_ROWS, EARLY, LATE,
-                LAYOUT, LAYOUT_T,
-            )  # fmt: skip
-    else:
-        if ORDER == "down":
-            place = (gl.program_id(1), gl.program_id(0), gl.program_id(2))
-        else:
-            place = (gl.program_id(0), gl.program_id(1), gl.program_id(2))
-        tile = _load(x, place, M, N, x_at, EVEN, WIDE, X_M, LOAD_CACHE, LOAD_EVICT, LAYOUT)
-        if SUMS and not APART:  # asked for now, so that they are there when the codes are
-            fragments = _load_weights(weights, WORDS, BY_ROWS)
-        else:
-            fragments = weights
-        origins = to
-        if EARLY:
-            origins = _origins(to, place, at)
-        codes, s, finite = _quantize(tile, zero, EVEN, LATE, FLOOR, SCALE, OVERFLOW, POW2, ZERO, INVERSE, CODE)
-        _write(
-            codes, s, finite, fragments, weights, joints, base, to, origins, place, M, N, at,
-            EVEN, CHECK, SUMS, WIDE, W_M, WT_N, STORE_CACHE, TURNED_CACHE, APART, BY_ROWS, EARLY, LATE,
-            LAYOUT, LAYOUT_T,
-        )  # fmt: skip
-
-
-@gluon.jit
-def _place(number, M, N):
-    """(block across, block down, matrix) of block ``number`` counted across, then down, then by matrix."""
-    across = (N + 127) // 128
-    down = (M + 127) // 128
-    row = number // across
-    e = row // down
-    return number - row * across, row - e * down, e
-
-
-@gluon.jit
-def _wide(place):
-    nb, mb, e = place
-    return nb.to(gl.int64), mb.to(gl.int64), e.to(gl.int64)
-
-
-@gluon.jit
-def _further(place, stride, M, N):
-    """The place as many blocks after ``place`` as ``stride`` is after the first, without a division."""
-    nb, mb, e = place
-    across, down, matrices = stride
-    nb += across
-    mb += down
-    e += matrices
-    over = nb >= (N + 127) // 128
-    nb = gl.where(over, nb - (N + 127) // 128, nb)
-    mb = gl.where(over, mb + 1, mb)
-    over = mb >= (M + 127) // 128
-    mb = gl.where(over, mb - (M + 127) // 128, mb)
-    e = gl.where(over, e + 1, e)
-    return nb, mb, e
-
-
-@gluon.jit
-def _load(
-    x, place, M, N, x_at, EVEN: gl.constexpr, WIDE: gl.constexpr, X_M: gl.constexpr, LOAD_CACHE: gl.constexpr,
-    LOAD_EVICT: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """A block's values as float32, zeros beyond the matrix."""
-    nb, mb, e = _wide(place)
-    x_e, x_m, x_n = x_at
+    nb, mb, e = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    nb, mb, e = nb.to(gl.int64), mb.to(gl.int64), e.to(gl.int64)
     top = mb * 128
     left = nb * 128
     rows, columns = _indices(LAYOUT, WIDE)
@@ -214,16 +111,15 @@ def _load(
     else:
         mask = ((top + rows) < M)[:, None] & ((left + columns) < N)[None, :]
         tile = gl.load(at, mask=mask, other=0.0).to(gl.float32)
-    return tile
+    if SUMS and not APART:  # asked for now, so that they are there when the codes are
+        fragments = _load_weights(weights, LAYOUT_T)
+    if EARLY:
+        w = w + (e * w_e + top * w_m + left * w_n)
+        wt = wt + (e * wt_e + left * wt_n + top * wt_m)
+        scale = scale + (e * s_e + mb * s_m + nb * s_n)
+        scale_t = scale_t + (e * st_e + nb * st_n + mb * st_m)
+        sums = sums + (e * c_e + mb * c_m + nb * c_n)
 
-
-@gluon.jit
-def _quantize(
-    tile, zero, EVEN: gl.constexpr, LATE: gl.constexpr, FLOOR: gl.constexpr, SCALE: gl.constexpr,
-    OVERFLOW: gl.constexpr, POW2: gl.constexpr, ZERO: gl.constexpr, INVERSE: gl.constexpr, CODE: gl.constexpr,
-):  # fmt: skip
-    """Codes of a block, its dequant scale, and whether it is finite; with ``LATE`` the multiplier stands for the scale,
-    which is its reciprocal."""
     amax = _block_max(tile)
     finite = amax < float("inf")
     m, s = _block_scale(amax, FLOOR, SCALE, OVERFLOW, POW2, ZERO, INVERSE, LATE)
@@ -233,129 +129,50 @@ def _quantize(
         scaled = gl.div_rn(tile, gl.full_like(tile, 0.0) + s)
     else:
         scaled = tile * m
-    return _codes(scaled, zero, EVEN), s, finite
 
-
-@gluon.jit
-def _origin(pointer, e, i, j, strides, SIZE: gl.constexpr):
-    """Where what belongs to block (i, j) of matrix e begins, of which there are ``SIZE`` rows and columns a block."""
-    each, down, across = strides
-    return pointer + (e * each + i * SIZE * down + j * SIZE * across)
-
-
-@gluon.jit
-def _origins(to, place, strides):
-    """The block's places in W, W^T, the scales and the sums."""
-    _, w, wt, scale, scale_t, sums, _ = to
-    nb, mb, e = _wide(place)
-    _, w_at, wt_at, s_at, st_at, c_at = strides
-    w = _origin(w, e, mb, nb, w_at, 128)
-    wt = _origin(wt, e, nb, mb, wt_at, 128)
-    scale = _origin(scale, e, mb, nb, s_at, 1)
-    scale_t = _origin(scale_t, e, nb, mb, st_at, 1)
-    return w, wt, scale, scale_t, _origin(sums, e, mb, nb, c_at, 1)
-
-
-@gluon.jit
-def _write(
-    codes, s, finite, fragments, weights, joints, base, to, origins, place, M, N, strides,
-    EVEN: gl.constexpr, CHECK: gl.constexpr, SUMS: gl.constexpr, WIDE: gl.constexpr,
-    W_M: gl.constexpr, WT_N: gl.constexpr, STORE_CACHE: gl.constexpr, TURNED_CACHE: gl.constexpr,
-    APART: gl.constexpr, BY_ROWS: gl.constexpr, EARLY: gl.constexpr, LATE: gl.constexpr, LAYOUT: gl.constexpr,
-    LAYOUT_T: gl.constexpr,
-):  # fmt: skip
-    """Store all that is made of a block; ``origins`` are those of ``_origins`` with ``EARLY``, else without meaning."""
-    nb, mb, e = _wide(place)
-    x, w, wt, scale, scale_t, sums, record = to
-    x_at, w_at, wt_at, s_at, st_at, c_at = strides
-    x_e, x_m, x_n = x_at
-    _, w_m, w_n = w_at
-    _, wt_n, wt_m = wt_at
-    top = mb * 128
-    left = nb * 128
-    rows, columns = _indices(LAYOUT, WIDE)
-    if EARLY:
-        w, wt, scale, scale_t, sums = origins
-    else:
-        w = _origin(w, e, mb, nb, w_at, 128)
+    codes = _codes(scaled, zero, EVEN)
+    if not EARLY:
+        w = w + (e * w_e + top * w_m + left * w_n)
     at = w + _offsets(rows[:, None], w_m, W_M) + columns[None, :] * w_n
     if EVEN:
         gl.store(at, codes.to(gl.float8e4nv, bitcast=True), cache_modifier=STORE_CACHE)
     else:
-        mask = ((top + rows) < M)[:, None] & ((left + columns) < N)[None, :]
         gl.store(at, codes.to(gl.float8e4nv, bitcast=True), mask=mask)
 
-    if LATE == "W":
-        s = _reciprocal(s, finite)
     turned = _turn(codes, LAYOUT_T)
-    if SUMS and LATE != "W^T":  # before W^T is stored, so that its steps and these stores can fill each other's waits
-        if APART:  # ptxas puts W's stores off until the sums are made, unless the weights come after them
-            if BY_ROWS:
-                fragments = _load_weights(weights, LAYOUT, BY_ROWS)
-            else:
-                fragments = _load_weights(weights, LAYOUT_T, BY_ROWS)
-        parts = _warp_sums(codes, turned, fragments, joints, BY_ROWS)
+    if SUMS and APART:  # ptxas puts W's stores off until the sums are made, unless the weights come after them
+        fragments = _load_weights(weights, LAYOUT_T)
+    if SUMS and not LATE:  # before W^T is stored, so that its steps and these stores can fill each other's waits
+        parts = _warp_sums(turned, fragments)
         if not EARLY:
-            sums = _origin(sums, e, mb, nb, c_at, 1)
+            sums = sums + (e * c_e + mb * c_m + nb * c_n)
         gl.store(sums + gl.arange(0, 8, parts.type.layout), parts)
     rows_t, columns_t = _indices(LAYOUT_T, WIDE)
     across = _offsets(columns_t[None, :], wt_n, WT_N)
     if not EARLY:
-        wt = _origin(wt, e, nb, mb, wt_at, 128)
+        wt = wt + (e * wt_e + left * wt_n + top * wt_m)
     at = wt + rows_t[:, None] * wt_m + across
     if EVEN:
         gl.store(at, turned.to(gl.float8e4nv, bitcast=True), cache_modifier=TURNED_CACHE)
     else:
         mask = ((top + rows_t) < M)[:, None] & ((left + columns_t) < N)[None, :]
         gl.store(at, turned.to(gl.float8e4nv, bitcast=True), mask=mask)
-    if LATE == "W^T":
-        s = _reciprocal(s, finite)
-        if SUMS:
-            parts = _warp_sums(codes, turned, fragments, joints, BY_ROWS)
-            if not EARLY:
-                sums = _origin(sums, e, mb, nb, c_at, 1)
-            gl.store(sums + gl.arange(0, 8, parts.type.layout), parts)
 
+    if LATE:
+        # Division branches, and ptxas moves nothing across a branch: so the codes are on their way while this goes on.
+        s = gl.where(finite, gl.div_rn(1.0, s), float("nan"))
+        if SUMS:
+            parts = _warp_sums(turned, fragments)
+            gl.store(sums + gl.arange(0, 8, parts.type.layout), parts)
     if not EARLY:
-        scale = _origin(scale, e, mb, nb, s_at, 1)
-        scale_t = _origin(scale_t, e, nb, mb, st_at, 1)
+        scale = scale + (e * s_e + mb * s_m + nb * s_n)
+        scale_t = scale_t + (e * st_e + nb * st_n + mb * st_m)
     gl.store(scale, s)
     gl.store(scale_t, s)
     if CHECK:
         if finite == 0:
             origin = x + (e * x_e + top * x_m + left * x_n)
             _note(origin, record, base + e * M * N, top, left, M, N, x_m, x_n, columns)
-
-
-@gluon.jit
-def _reciprocal(m, finite):
-    """The dequant scale to a multiplier. Division branches, and ptxas moves nothing across a branch: what is stored
-    before is on its way while the rest is worked out."""
-    return gl.where(finite, gl.div_rn(1.0, m), float("nan"))
-
-
-@gluon.jit
-def _sleep_in_second_round(NANOSECONDS: gl.constexpr):
-    """Hold back the programs that come second to their multiprocessor, so that they compute while the first load."""
-    number = gl.program_id(0) + gl.num_programs(0) * (gl.program_id(1) + gl.num_programs(1) * gl.program_id(2))
-    gl.inline_asm_elementwise(
-        """
-        {
-        .reg .pred second;
-        .reg .b32 processors, number;
-        mov.u32 processors, %nsmid;
-        sub.u32 number, $1, processors;
-        setp.lt.u32 second, number, processors;
-        @second nanosleep.u32 $2;
-        mov.u32 $0, 0;
-        }
-        """,
-        "=r,r,r",
-        [gl.full([256], 0, gl.int32, _BY_THREAD) + number, gl.full([256], NANOSECONDS, gl.int32, _BY_THREAD)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @gluon.jit
@@ -477,42 +294,28 @@ def _turn(codes, LAYOUT_T: gl.constexpr):
 
 
 @gluon.jit
-def _load_weights(weights, LAYOUT: gl.constexpr, BY_ROWS: gl.constexpr):
-    """int32 [32, 128], or [128, 32] by rows, 16 per thread: six of them hold the thread's fragments of
-    fragments.sum_weights, at that address."""
-    address = gl.full([128, 128], 0, gl.int64, LAYOUT)
-    if BY_ROWS:
-        address = _first_column_of_four(address) + weights
-    else:
-        address = _first_of_four(address, 32, 128) + weights
+def _load_weights(weights, LAYOUT_T: gl.constexpr):
+    """int32 [32, 128], 16 per thread: six of them hold the thread's fragments of fragments.sum_weights, at that
+    address."""
+    address = _first_of_four(gl.full([128, 128], 0, gl.int64, LAYOUT_T), 32, 128) + weights
     return gl.inline_asm_elementwise(_LOAD_ASM, _LOAD_CONSTRAINTS, [address], dtype=gl.int32, is_pure=False, pack=16)
 
 
 @gluon.jit
-def _warp_sums(codes, turned, fragments, joints, BY_ROWS: gl.constexpr):
-    """int64 [8]: sum of byte * A^(place in the tile) of the uint8 codes of each warp, in COLUMNS_FIRST and, turned, in
-    ROWS_FIRST registers.
+def _warp_sums(turned, fragments):
+    """int64 [8]: sum of byte * A^(place in the tile) of the uint8 codes, in ROWS_FIRST registers, of each warp.
 
     fragments.py says how. The warps' sums stay apart, since adding them up would make the program wait for its slowest
     warp once more.
     """
-    # the asm leaves four codes in one word, and three words without meaning; of the sums' sixteen results one counts
-    if BY_ROWS:
-        word = _first_column_of_four(_words(codes))
-        zeros = gl.full_like(word, 0, dtype=gl.int64)
-        given = [word, fragments, zeros + joints[0], zeros + joints[1], zeros + joints[2]]
-        part = gl.inline_asm_elementwise(
-            _ROWS_SUM_ASM, _ROWS_SUM_CONSTRAINTS, given, dtype=gl.int64, is_pure=True, pack=16
-        )
-        part = _first_of_four(_first_of_four(part, 32, 32), 8, 32)
-    else:
-        word = _first_of_four(_words(turned), 32, 128)
-        part = gl.inline_asm_elementwise(
-            _SUM_ASM, _SUM_CONSTRAINTS, [word, fragments], dtype=gl.int64, is_pure=True, pack=16
-        )
-        part = _first_of_four(part, 8, 128)
-        part, _ = gl.split(gl.reshape(part, [8, 32, 2, 2]))
-        part, _ = gl.split(part)
+    word = gl.inline_asm_elementwise("mov.b32 $0, $4;", "=r,=r,=r,=r,r", [turned], dtype=gl.int32, is_pure=True, pack=4)
+    word = _first_of_four(word, 32, 128)  # the asm left four rows in one word, and three words without meaning
+    part = gl.inline_asm_elementwise(
+        _SUM_ASM, _SUM_CONSTRAINTS, [word, fragments], dtype=gl.int64, is_pure=True, pack=16
+    )
+    part = _first_of_four(part, 8, 128)  # as above: one of the sixteen results of a thread counts
+    part, _ = gl.split(gl.reshape(part, [8, 32, 2, 2]))
+    part, _ = gl.split(part)
     # 16-row by 4-column pieces as half, lanes down, warps across, lanes across: see _LANES and _WARPS
     part = gl.reshape(part, [2, 4, 4, 8])
     # three limbs, whose sums over 32 threads fit words: the GPU adds words over a warp in one instruction
@@ -521,19 +324,6 @@ def _warp_sums(codes, turned, fragments, joints, BY_ROWS: gl.constexpr):
     middle = gl.sum(((part >> 27) & 0x7FFFFFF).to(gl.int32), 1).to(gl.uint32, bitcast=True).to(gl.int64)
     high = gl.sum((part >> 54).to(gl.int32), 1).to(gl.int64)
     return low + (middle << 27) + (high << 54)
-
-
-@gluon.jit
-def _words(codes):
-    return gl.inline_asm_elementwise("mov.b32 $0, $4;", "=r,=r,=r,=r,r", [codes], dtype=gl.int32, is_pure=True, pack=4)
-
-
-@gluon.jit
-def _first_column_of_four(values):
-    """Every fourth column of [128, 128]: a choice of registers, no instruction."""
-    first, _ = gl.split(gl.reshape(values, [128, 32, 2, 2]))
-    first, _ = gl.split(first)
-    return first
 
 
 @gluon.jit
@@ -580,7 +370,7 @@ def _block_scale(
             m = (m.to(gl.int32, bitcast=True) & _INF_BITS).to(gl.float32, bitcast=True)
         if ZERO == "one":
             m = gl.where(amax == 0.0, 1.0, m)
-        if LATE != "":
+        if LATE:
             s = m
         else:
             s = gl.div_rn(1.0, m)

@@ -7,11 +7,7 @@ They were measured on an H200 by ``python -m weftpub_kernels.bench.tune``, which
 
 from dataclasses import dataclass
 
-__all__ = ["RESIDENT", "ROWS", "Tuning", "choose"]
-
-
-RESIDENT = 2
-"""Programs that share a multiprocessor where registers are not limited."""
+__all__ = ["ROWS", "Tuning", "choose"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +19,10 @@ class Tuning:
     ``apart`` puts the checksum's sums after the stores of W. ``fixed`` compiles the row strides of x, W and W^T in,
     which saves an eighth of the instructions and costs a compilation and self-test for each layout of matrices.
 
-    ``by_rows`` makes the sums from W's words instead of W^T's (fragments.py), a dozen instructions less. ``early``
-    works the addresses of all stores out while values are under way; without it ptxas does so after that, a fifth more
-    instructions. ``late`` works the dequant scale out after the stores of "W" or "W^T", and the sums after it, where
-    the multiplier comes first (recipe.py). ``order`` "down" numbers blocks down each column of blocks; "stay" keeps
-    ``RESIDENT`` programs for each multiprocessor, each of which asks for its next block as soon as it has made this
-    one's codes. ``stagger`` lets the second program of each multiprocessor sleep about so many nanoseconds before its
-    first load.
+    ``stores_first`` lets the stores of W and W^T wait for nothing but the codes: the addresses of all stores are worked
+    out while values are under way, which ptxas else does after that, and the dequant scale and the checksum's sums
+    after those stores, where the multiplier comes first (recipe.py). With strides compiled in, 220 instructions and not
+    374 then lie between a block's maximum and the store of its last code.
     """
 
     registers: int | None = None
@@ -39,18 +32,14 @@ class Tuning:
     turned_cache: str = ".cs"
     apart: bool = False
     fixed: bool = False
-    by_rows: bool = False
-    early: bool = False
-    late: str = ""
-    order: str = ""
-    stagger: int = 0
+    stores_first: bool = False
 
 
 ROWS: list[tuple[float, Tuning]] = [
-    (1.0, Tuning(store_cache="", turned_cache="", fixed=True, early=True, late="W^T")),
+    (1.0, Tuning(store_cache="", turned_cache="", fixed=True, stores_first=True)),
     (3.0, Tuning(registers=80, load_evict="evict_first", apart=True)),
-    (32.0, Tuning(store_cache="", turned_cache="", fixed=True, early=True, late="W^T")),
-    (float("inf"), Tuning(store_cache="", turned_cache="", fixed=True, early=True, late="W^T")),
+    (32.0, Tuning(store_cache="", turned_cache="", fixed=True, stores_first=True)),
+    (float("inf"), Tuning(store_cache="", turned_cache="", fixed=True, stores_first=True)),
 ]
 """(most programs per multiprocessor, tuning), ascending."""
 

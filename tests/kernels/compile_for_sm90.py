@@ -25,12 +25,11 @@ from weftpub_kernels import triton_checksum as checksums
 from weftpub_kernels.bench.shapes import SHAPE_CLASSES
 from weftpub_kernels.checksum import _sum_of_bytes
 from weftpub_kernels.fragments import sum_weights
-from weftpub_kernels.launch import Variant, batch_strides, compile_kernel, programs, settle
+from weftpub_kernels.launch import Variant, batch_strides, compile_kernel, settle
 from weftpub_kernels.pair import grid_of
 from weftpub_kernels.reference import quantize_reference
 from weftpub_kernels.tuning import Tuning
 
-PROCESSORS = 1  # of the GPU that is played
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -62,7 +61,7 @@ class Quantizer:
         aligned = (x.data_ptr() | out.w.data_ptr() | out.wt.data_ptr()) & 15 == 0
         tuning, fixed = settle(x, out, self.tuning, None)
         self.variant = Variant(x.dtype, self.recipe.operators, even, True, True, aligned, tuning, fixed)
-        self.weights = sum_weights(x.shape[-1], self.tuning.by_rows)
+        self.weights = sum_weights(x.shape[-1])
         strides = batch_strides(x, out)
         assert strides is not None
         self.compiled, self.constants = compile_kernel(x, out, strides, self.variant, self.weights)
@@ -73,9 +72,9 @@ class Quantizer:
         arguments = (*(t.data_ptr() for t in buffers), monitor.note(self.x.shape), *self.constants)
         kinds = self.compiled.src.signature.values()
         given = [value for value, kind in zip(arguments, kinds, strict=True) if kind != "constexpr"]
-        grid = programs(self.variant.tuning, math.prod(self.x.shape[:-2]), *grid_of(self.x.shape), PROCESSORS)
+        grid = (math.prod(self.x.shape[:-2]), *grid_of(self.x.shape))
         for program in np.ndindex(grid):
-            self.machine.run(program, grid, given, [*buffers, self.weights])
+            self.machine.run(program[::-1], grid[::-1], given, [*buffers, self.weights])
 
 
 def report(preset: str, shape_class: str, registers: int | None, *rest: Any) -> dict[str, Any]:

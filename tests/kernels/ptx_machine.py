@@ -62,7 +62,6 @@ class PtxMachine:
         thread = np.arange(self.threads, dtype=np.uint32)
         self._registers: dict[str, np.ndarray] = {
             "%tid.x": thread,
-            "%nsmid": np.ones(self.threads, dtype=np.uint32),
             "global_smem": np.zeros(self.threads, dtype=np.uint64),
         }
         for axis, value, size in zip("xyz", program, grid, strict=True):
@@ -167,7 +166,7 @@ class PtxMachine:
             self._set(operands[0], (value >> start) & ((np.uint32(1) << length) - np.uint32(1)), active)
         elif name in ("mul", "mad") and parts[1] in ("wide", "lo"):
             self._set(operands[0], self._multiply(parts, operands), active)
-        elif name not in ("bar", "fence", "createpolicy", "nanosleep"):
+        elif name not in ("bar", "fence", "createpolicy"):
             values = [self._get(operand, kind) for operand in operands[1:]]
             self._set(operands[0], self._arithmetic(parts, kind, values), active)
 

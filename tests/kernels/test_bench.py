@@ -74,7 +74,7 @@ def test_the_tuner_passes_over_what_was_wrong() -> None:
 
 def test_the_tuner_keeps_the_row_in_use_where_it_is_as_good() -> None:
     present = tune.in_use(32.0)
-    other = dataclasses.replace(present, stagger=7)
+    other = dataclasses.replace(present, apart=not present.apart)
     row = {"programs_per_processor": 13.6, "faults": {}, "to_copy": {tune.label(present): 1.0005, tune.label(other): 1}}
     assert present is choose(32, 1)
     assert tune.best_rows([row], [present, other]) == [(32.0, present)]
@@ -85,7 +85,7 @@ def test_the_tuner_keeps_the_row_in_use_where_it_is_as_good() -> None:
 
 
 def test_the_tuner_takes_the_best_of_its_focus_to_the_other_specs() -> None:
-    candidates = [Tuning(stagger=number) for number in range(1, 8)]
+    candidates = [Tuning(registers=number) for number in range(1, 8)]
     times = {tune.label(candidate): 50.0 - place for place, candidate in enumerate(candidates)}
     row = {"us": times, "faults": {tune.label(candidates[-1]): "1 bytes of w are wrong"}}
     rows = list(dict.fromkeys(row for _, row in ROWS))

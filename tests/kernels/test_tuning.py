@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from weftpub_kernels import PRESETS, QuantizedPair, selftest
-from weftpub_kernels.launch import Variant, fixed_strides, programs, settle
+from weftpub_kernels.launch import Variant, fixed_strides, settle
 from weftpub_kernels.reference import quantize_reference
 from weftpub_kernels.tuning import ROWS, Tuning, choose
 
@@ -17,13 +17,6 @@ def test_rows_ascend_and_take_every_launch() -> None:
     for most, tuning in ROWS[:-1]:
         assert choose(int(most * 132), 132) is tuning
         assert choose(int(most * 132) + 1, 132) is not tuning
-
-
-def test_every_block_has_a_program_and_those_that_stay_fit_the_gpu() -> None:
-    assert programs(Tuning(), 3, 5, 7, 132) == (7, 5, 3)
-    assert programs(Tuning(order="down"), 3, 5, 7, 132) == (5, 7, 3)
-    assert programs(Tuning(order="stay"), 3, 5, 7, 132) == (105, 1, 1)
-    assert programs(Tuning(order="stay"), 3, 56, 32, 132) == (264, 1, 1)
 
 
 @pytest.mark.parametrize(

@@ -60,28 +60,23 @@ CANDIDATES: dict[str, tuple[Tuning, ...]] = {
     ),
 }
 """Sets of candidates; the first set is about caches, the second about fewer instructions and their order, the third
-about what stands between a program's last value and its end."""
+is what lies around the rows in use."""
 
-_FIXED = Tuning(store_cache="", turned_cache="", fixed=True)
-_EARLY = dataclasses.replace(_FIXED, by_rows=True, early=True, late="W^T")
-_STAY = dataclasses.replace(_FIXED, registers=128, by_rows=True, late="W^T", order="stay")
-CANDIDATES["latency"] = (
-    _FIXED,
-    dataclasses.replace(_FIXED, by_rows=True),
-    dataclasses.replace(_FIXED, early=True),
-    dataclasses.replace(_FIXED, late="W^T"),
-    dataclasses.replace(_FIXED, by_rows=True, late="W^T"),
-    dataclasses.replace(_FIXED, by_rows=True, early=True),
-    _EARLY,
-    dataclasses.replace(_EARLY, late="W"),
-    dataclasses.replace(_EARLY, by_rows=False),
-    dataclasses.replace(_EARLY, load_cache=".cg"),
-    dataclasses.replace(_EARLY, order="down"),
-    dataclasses.replace(_EARLY, early=False, stagger=600),  # after a sleep ptxas does not work addresses out early
-    dataclasses.replace(_EARLY, early=False, stagger=1500),
-    dataclasses.replace(_FIXED, stagger=1000),
-    _STAY,
-    dataclasses.replace(_STAY, stagger=1000),
+_FIRST = Tuning(store_cache="", turned_cache="", fixed=True, stores_first=True)
+_THREE = Tuning(80, load_evict="evict_first", apart=True)  # programs to a multiprocessor
+CANDIDATES["order"] = (
+    _FIRST,
+    dataclasses.replace(_FIRST, stores_first=False),
+    dataclasses.replace(_FIRST, fixed=False),
+    dataclasses.replace(_FIRST, apart=True),
+    dataclasses.replace(_FIRST, load_cache=".cg"),
+    dataclasses.replace(_FIRST, load_evict="evict_first"),
+    dataclasses.replace(_FIRST, turned_cache=".cs"),
+    dataclasses.replace(_FIRST, store_cache=".cs", turned_cache=".cs"),
+    _THREE,
+    dataclasses.replace(_THREE, stores_first=True),
+    dataclasses.replace(_THREE, fixed=True, stores_first=True),
+    dataclasses.replace(_THREE, fixed=True, stores_first=True, apart=False),
 )
 
 _CLASSES = (1.0, 2.0, 3.0, 32.0, math.inf)
