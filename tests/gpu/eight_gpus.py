@@ -13,6 +13,7 @@ Writes OUT/eight_gpus.json after every section, one row for each rank's checks, 
     staging   optimizer steps of all GPUs at once against pinned copies both ways of all GPUs at once; the pages' NUMA
               nodes
     smoke     the tiny FP8 run of examples/weftmoe on these GPUs, by its run.sh
+    plan      (if asked for) the plans of `publish` at full size, proven without a GPU: `--only plan --gpus 8`
 
 `--gpus 2` scales it down to TP2 x DP1, EP2 with as many experts a GPU. `--tiny` tries the script without a GPU: two
 processes over gloo, Megatron's local layers, tests/adapters/cpu_engine.py, the torch sampler.
@@ -226,7 +227,9 @@ def prepare(options: argparse.Namespace) -> Path:
         "tensor": 2 if options.ranks % 2 == 0 else 1,
         "configurations": options.configurations,
         "layouts": options.layouts,
+        "publish_layers": options.publish_layers or shape["layers"],
         "cycles": options.cycles,
+        "ranks": options.ranks,
         "tiny": options.tiny,
         "nodes": [] if options.tiny else gpu_nodes()[: options.ranks],
         "node_count": node_count(),
@@ -253,6 +256,7 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(SECTIONS))
     parser.add_argument("--configurations", type=lambda text: text.split(","), default=[], help="of train; default all")
     parser.add_argument("--layouts", type=lambda text: text.split(","), default=["dp", "tp"], help="engines of publish")
+    parser.add_argument("--publish-layers", type=int, help="layers of publish, if more bytes are wanted; default 2")
     parser.add_argument("--cycles", type=int, default=10, help="timed publishes into each engine")
     parser.add_argument("--smoke-steps", type=int, default=5)
     parser.add_argument("--limit", type=float, default=540.0, help="most seconds of one section")
@@ -264,19 +268,17 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     options.ranks = options.gpus or (2 if options.tiny else 8)
     chosen = options.only.split(",")
-    unknown = [name for name in chosen if name not in SECTIONS]
+    unknown = [name for name in chosen if name not in (*SECTIONS, "plan")]
     if unknown:
-        parser.error(f"unknown sections {unknown}; choose from {', '.join(SECTIONS)}")
+        parser.error(f"unknown sections {unknown}; choose from {', '.join(SECTIONS)}, plan")
     settings = prepare(options)
     from ran_on import ran_on
 
     report = Report(options.out / "eight_gpus.json", began)
     packages = ("megatron-core", "transformer-engine", "sglang", "awex", "triton", "emerging-optimizers")
-    report.data["environment"] = ran_on(*packages) | {
-        "commit": options.commit,
-        "gpus": 0 if options.tiny else options.ranks,
-        "ranks": options.ranks,
-    }
+    where = ran_on(*packages)
+    gpus = options.ranks if "gpu" in where and not options.tiny else 0
+    report.data["environment"] = where | {"commit": options.commit, "gpus": gpus, "ranks": options.ranks}
     report.data["settings"] = json.loads(settings.read_text(encoding="utf-8"))
     for name in chosen:
         say(name)

@@ -118,8 +118,8 @@ def main(page: Path, results: list[Path]) -> None:
         "",
         "Made by `tests/gpu/eight_gpus_page.py` from `tests/gpu/eight_gpus.py`: hidden "
         f"{sizes['hidden']}, intermediate {sizes['intermediate']}, {sizes['experts']} experts, top-k {sizes['top_k']}, "
-        f"{sizes['layers']} layers, {sizes['tokens']} tokens a rank, TP{runs[-1]['settings']['tensor']}, "
-        f"EP{where['ranks']}, full recomputation.",
+        f"{sizes['layers']} layers ({runs[-1]['settings']['publish_layers']} in `publish`), {sizes['tokens']} tokens a "
+        f"rank, TP{runs[-1]['settings']['tensor']}, EP{where['ranks']}, full recomputation.",
         "",
         f"{count} checks over all ranks, {failed} failed.",
         *environments(runs),

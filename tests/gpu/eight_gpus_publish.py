@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from eight_gpus_config import hf_config
 from eight_gpus_limits import Limits, least_ms, measure_limits, traffic_of
 from eight_gpus_ranks import RankReport, broadcast, meet
-from eight_gpus_trainer import batch, build, hf_config
+from eight_gpus_trainer import batch, build
 from megatron_adapter import DEVICE, Trainer, clean
 
 from weftpub.channel import Deadlines
@@ -82,6 +83,7 @@ class Source:
 
 def section_publish(report: RankReport, settings: dict[str, Any]) -> None:
     """Every layout in turn."""
+    settings = {**settings, "shape": {**settings["shape"], "layers": settings["publish_layers"]}}
     rank, out = torch.distributed.get_rank(), Path(settings["out"])
     making = make_model_directory(out, hf_config(settings)) if rank == 0 else None
     limits = measure_limits()

@@ -124,7 +124,12 @@ def sections() -> dict[str, Callable[[RankReport, dict[str, Any]], None]]:
 
         section_staging(report, settings)
 
-    return {"train": train, "publish": publish, "staging": staging}
+    def plan(report: RankReport, settings: dict[str, Any]) -> None:
+        from eight_gpus_plan import section_plan
+
+        section_plan(report, settings)
+
+    return {"train": train, "publish": publish, "staging": staging, "plan": plan}
 
 
 def main(section: str, path: str) -> int:

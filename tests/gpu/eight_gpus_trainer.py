@@ -11,6 +11,7 @@ from typing import Any
 
 import megatron_adapter as one_gpu
 import torch
+from eight_gpus_config import hf_config
 from eight_gpus_ranks import gather
 from megatron_adapter import DEVICE, Trainer
 
@@ -22,45 +23,17 @@ __all__ = [
     "batch",
     "build",
     "expert_tensors",
-    "hf_config",
+    "make_model",
     "shards_of",
     "stock_shards",
     "unlike_replicas",
 ]
 
 
-def hf_config(settings: dict[str, Any]) -> dict[str, Any]:
-    """config.json of the model."""
-    shape = settings["shape"]
-    return {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "attention_bias": False,
-        "decoder_sparse_step": 1,
-        "head_dim": shape["head_dim"],
-        "hidden_act": "silu",
-        "hidden_size": shape["hidden"],
-        "intermediate_size": shape["intermediate"],
-        "max_position_embeddings": shape["positions"],
-        "mlp_only_layers": [],
-        "model_type": "qwen3_moe",
-        "moe_intermediate_size": shape["intermediate"],
-        "norm_topk_prob": True,
-        "num_attention_heads": shape["heads"],
-        "num_experts": shape["experts"],
-        "num_experts_per_tok": shape["top_k"],
-        "num_hidden_layers": shape["layers"],
-        "num_key_value_heads": shape["kv_heads"],
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "use_sliding_window": False,
-        "vocab_size": shape["vocab"],
-    }
-
-
-def make_model(settings: dict[str, Any]) -> Any:
-    """Megatron's `Float16Module`: TransformerEngine's layers on GPUs, the local ones elsewhere."""
+def make_model(settings: dict[str, Any], *, fill: bool = True) -> Any:
+    """Megatron's `Float16Module`: TransformerEngine's layers on GPUs, the local ones elsewhere. Without `fill` nothing
+    touches the parameters' memory.
+    """
     if not one_gpu.have_te():
         _let_torch_norms_see_parts()
     from megatron.core.models.gpt.gpt_layer_specs import (
@@ -105,7 +78,8 @@ def make_model(settings: dict[str, Any]) -> Any:
     if DEVICE.type == "cuda":
         model.cuda(torch.cuda.current_device())
     model = Float16Module(config, model)
-    _fill(model, fields.experts // torch.distributed.get_world_size())
+    if fill:
+        _fill(model, fields.experts // torch.distributed.get_world_size())
     return model
 
 
