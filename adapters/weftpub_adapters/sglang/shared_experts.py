@@ -19,7 +19,7 @@ memory, and is published to by copy.
 import logging
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -160,27 +160,49 @@ def share_experts(
 
 @contextmanager
 def experts_apart() -> Generator[None]:
-    """Inside, SGLang's layers make their routed experts outside of the memory saver's pool."""
+    """Inside, SGLang's layers make their routed experts outside of the memory saver's pool: in one of their own, whose
+    blocks are free for everybody once they are freed. Enter it outside of the saver's region; a pool ends with it, and
+    PyTorch ends the process if another one is in use then.
+    """
     from sglang.srt.layers.quantization.fp8 import Fp8MoEMethod
     from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 
+    pool: Any = torch.cuda.MemPool() if torch.cuda.is_available() else None
     with ExitStack() as stack:
         for method in (Fp8MoEMethod, UnquantizedFusedMoEMethod):
             original = method.create_weights
             stack.callback(setattr, method, "create_weights", original)
-            method.create_weights = _apart(original)
+            method.create_weights = _apart(original, pool)
         yield
 
 
-def _apart(create: Callable[..., None]) -> Callable[..., None]:
+def _apart(create: Callable[..., None], pool: Any) -> Callable[..., None]:
     def create_weights(*args: Any, **kwargs: Any) -> None:
-        with ExitStack() as stack:
-            with suppress(ConfigError):  # said when it comes to sharing
-                if _inside_a_region():
-                    stack.enter_context(sys.modules["torch_memory_saver"].torch_memory_saver.disable())
+        with _outside_of_the_saver(pool):
             create(*args, **kwargs)
 
     return create_weights
+
+
+@contextmanager
+def _outside_of_the_saver(pool: Any) -> Generator[None]:
+    """Allocate from `pool`, in ordinary memory, in the middle of a region of the saver; nothing outside of one.
+
+    The saver's own `disable` does the same with a pool that ends inside of the region.
+    """
+    inside = False
+    with suppress(ConfigError):  # said when it comes to sharing
+        inside = _inside_a_region()
+    if not inside:
+        yield
+        return
+    library = sys.modules["torch_memory_saver"].torch_memory_saver._impl._binary_wrapper.cdll
+    library.tms_set_interesting_region(False)
+    try:
+        with torch.cuda.use_mem_pool(pool) if pool is not None else nullcontext():
+            yield
+    finally:
+        library.tms_set_interesting_region(True)
 
 
 def share_on_load(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
