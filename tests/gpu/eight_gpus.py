@@ -202,6 +202,8 @@ def environment(options: argparse.Namespace, name: str) -> dict[str, str]:
         "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo"),
         "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
         "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
+        # Ranks of the trainer need not leave the same memory free on every GPU.
+        "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
         # The Rust tree is built for another torch.
         "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python",
         "PYTHON": sys.executable,
