@@ -30,6 +30,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from eight_gpus_config import CONFIGURATIONS, LAYOUTS
 from eight_gpus_numa import gpu_nodes, node_count
 
 HERE = Path(__file__).resolve().parent
@@ -175,7 +176,7 @@ def watched(command: list[str], variables: dict[str, str], limit: float) -> int:
 
 def end_group(process: "subprocess.Popen[bytes]") -> None:
     """End a process and all that it started."""
-    for sent, seconds in ((signal.SIGTERM, 20.0), (signal.SIGKILL, 20.0)):
+    for sent, seconds in ((signal.SIGTERM, 45.0), (signal.SIGKILL, 20.0)):  # torchrun gives its workers 30 s
         try:
             os.killpg(process.pid, sent)
             process.wait(seconds)
@@ -256,8 +257,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--gpus", type=int, help="default 8; with --tiny the number of processes, default 2")
     parser.add_argument("--only", default=",".join(SECTIONS))
-    parser.add_argument("--configurations", type=lambda text: text.split(","), default=[], help="of train; default all")
-    parser.add_argument("--layouts", type=lambda text: text.split(","), default=["dp", "tp"], help="engines of publish")
+    parser.add_argument("--configurations", default=",".join(CONFIGURATIONS), help="of train; default all")
+    parser.add_argument("--layouts", default=",".join(LAYOUTS), help="attention of publish's engines; default both")
     parser.add_argument("--publish-layers", type=int, help="layers of publish, if more bytes are wanted; default 2")
     parser.add_argument("--cycles", type=int, default=10, help="timed publishes into each engine")
     parser.add_argument("--smoke-steps", type=int, default=5)
@@ -270,9 +271,15 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     options.ranks = options.gpus or (2 if options.tiny else 8)
     chosen = options.only.split(",")
-    unknown = [name for name in chosen if name not in (*SECTIONS, "plan")]
-    if unknown:
-        parser.error(f"unknown sections {unknown}; choose from {', '.join(SECTIONS)}, plan")
+    options.configurations, options.layouts = options.configurations.split(","), options.layouts.split(",")
+    for what, found, known in (
+        ("section", chosen, (*SECTIONS, "plan")),
+        ("configuration", options.configurations, tuple(CONFIGURATIONS)),
+        ("layout", options.layouts, LAYOUTS),
+    ):
+        for name in found:
+            if name not in known:
+                parser.error(f"unknown {what} {name}; choose from {', '.join(known)}")
     settings = prepare(options)
     from ran_on import ran_on
 

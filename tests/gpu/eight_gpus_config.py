@@ -1,8 +1,20 @@
-"""The model of eight_gpus.py in Hugging Face's words. No torch: engines' helpers read it, too."""
+"""What eight_gpus.py runs: trainers, engines, and the model in Hugging Face's words. No torch: its command and engines'
+helpers read it, too.
+"""
 
 from typing import Any
 
-__all__ = ["hf_config"]
+__all__ = ["CONFIGURATIONS", "LAYOUTS", "hf_config"]
+
+# name -> Megatron's optimizer, variant, how flat buffers are offloaded
+CONFIGURATIONS = {
+    "muon-fp8": ("muon", "fp8", "buffer"),
+    "adamw-bf16": ("adam", "bf16", "buffer"),
+    "adamw-fp8": ("adam", "fp8", "buffer"),
+    "adamw-fp8-resize": ("adam", "fp8", "resize"),
+}
+# An engine's attention: data parallel, or tensor parallel over all ranks.
+LAYOUTS = ("dp", "tp")
 
 
 def hf_config(settings: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import torch
+from eight_gpus_config import CONFIGURATIONS
 from eight_gpus_ranks import RankReport, gather, meet
 from eight_gpus_trainer import batch, build, expert_tensors, shards_of, stock_shards, unlike_replicas
 from megatron_adapter import DEVICE, FIELDS, Trainer, allocated, clean, have_te, muon_names, step_together
@@ -14,15 +15,8 @@ from megatron_adapter import DEVICE, FIELDS, Trainer, allocated, clean, have_te,
 from weftpub_adapters.megatron.names import plain_name
 from weftpub_kernels import quantize_pair
 
-__all__ = ["CONFIGURATIONS", "section_train"]
+__all__ = ["section_train"]
 
-# name -> Megatron's optimizer, variant, how flat buffers are offloaded
-CONFIGURATIONS = {
-    "muon-fp8": ("muon", "fp8", "buffer"),
-    "adamw-bf16": ("adam", "bf16", "buffer"),
-    "adamw-fp8": ("adam", "fp8", "buffer"),
-    "adamw-fp8-resize": ("adam", "fp8", "resize"),
-}
 _ADAM_BOUND = 2e-6  # of a master, absolute, per update of size lr = 1e-3: TE's fused Adam groups the formula otherwise
 _LOSS_BOUND = {"fp8": 1e-2, "bf16": 1e-3}  # relative, against unattached Megatron in BF16
 
@@ -30,7 +24,7 @@ _LOSS_BOUND = {"fp8": 1e-2, "bf16": 1e-3}  # relative, against unattached Megatr
 def section_train(report: RankReport, settings: dict[str, Any]) -> None:
     """All configurations, one after the other."""
     seconds: dict[str, float] = {}
-    for name in settings["configurations"] or CONFIGURATIONS:
+    for name in settings["configurations"]:
         began = time.monotonic()
         report.say(f"-- {name}")
         one_configuration(report, settings, name)
