@@ -216,14 +216,16 @@ def compile_kernel(
 ) -> tuple[Any, tuple[Any, ...]]:
     """The kernel for tensors of this layout, and its arguments after the buffers and the monitor's base.
 
-    A limit of registers is for whole blocks and multiplied codes; the other kernels would spill.
+    A limit of registers is for whole blocks and multiplied codes; the other kernels would spill. Stores come first
+    where there are sums: in kernels without them ptxas then asks for the last values after work on the first ones.
     """
     tuning = variant.tuning
     wide = any(BLOCK * abs(a) + BLOCK * abs(b) >= 1 << 31 for a, b in (t.stride()[-2:] for t in (x, out.w, out.wt)))
     address = 0 if weights is None else weights.data_ptr()
     caches = (tuning.load_cache, tuning.load_evict, tuning.store_cache, tuning.turned_cache)
     multiplier_first = not {"divide", "amax_times_recip", "amax_over_448_full"} & {*variant.operators}
-    order = (tuning.apart, tuning.stores_first, tuning.stores_first and multiplier_first)
+    stores_first = tuning.stores_first and variant.sums
+    order = (tuning.apart, stores_first, stores_first and multiplier_first)
     switches = (variant.even, variant.check, variant.sums, wide, *variant.strides, *caches, *order)
     layouts = (COLUMNS_FIRST, ROWS_FIRST)
     constants = (address, *x.shape[-2:], 0, *strides, *variant.operators, *switches, *layouts)
