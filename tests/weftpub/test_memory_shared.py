@@ -13,10 +13,11 @@ import torch
 from memory_support import CATALOGUE, LAYOUT, Partner, mappings
 
 from weftpub.errors import ChannelError, ConfigError, TransportError
-from weftpub.memory import Catalogue, SharedAllocation, allocation_at, handover, joined, sharing_obstacle
+from weftpub.memory import Catalogue, SharedAllocation, handover, joined, sharing_obstacle
 from weftpub.memory.handover import Facts, HandoverServer, take
 from weftpub.memory.pages import memory_file, open_pages
 from weftpub.store.shared import layout_of
+from weftpub.transport import offer_of, shared_exports
 
 W13 = "layers.1.w13"
 
@@ -56,13 +57,14 @@ def test_either_side_makes_the_memory_and_both_see_one_set_of_bytes(
         assert engine("read", W13, 0, 2) == first_bytes(memory) == [33, 77]
         assert memory.tensor(W13).data_ptr() == address
         assert joined(memory.id) is memory
-        assert allocation_at(memory.tensor("layers.3.w2")[1]) == (
-            memory,
-            CATALOGUE.by_name["layers.3.w2"].offset + LAYOUT.hidden * LAYOUT.intermediate,
-        )
+        second = CATALOGUE.by_name["layers.3.w2"].offset + LAYOUT.hidden * LAYOUT.intermediate
+        assert memory.offset_of(memory.tensor("layers.3.w2")[1]) == second
+        views = {"empty": torch.empty(0), "inside": memory.tensor("layers.3.w2")[1], "outside": torch.zeros(3)}
+        assert shared_exports(views) == {"inside": (offer_of(memory), second)}
+        assert shared_exports(views, ["another"]) == {}
         engine("leave")
     assert joined(memory.id) is None
-    assert allocation_at(torch.zeros(3)) is None
+    assert shared_exports({"outside": torch.zeros(3)}) == {}
 
 
 def test_memory_outlives_its_maker_brings_in_a_third_and_is_freed_with_the_last(tmp_path: Path) -> None:

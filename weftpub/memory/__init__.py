@@ -1,6 +1,6 @@
 """Memory for a store: from torch, or one physical allocation that trainer and engine both map."""
 
-from weftpub.memory.allocation import SharedAllocation, allocation_at, joined
+from weftpub.memory.allocation import SharedAllocation, joined
 from weftpub.memory.allocator import Allocator, TorchAllocator, Witness
 from weftpub.memory.catalogue import Catalogue, Entry
 from weftpub.memory.header import Committed, SharedState, Standing
@@ -20,7 +20,6 @@ __all__ = [
     "Standing",
     "TorchAllocator",
     "Witness",
-    "allocation_at",
     "joined",
     "sharing_obstacle",
 ]

@@ -31,7 +31,7 @@ from weftpub.memory.vmm import Access
 from weftpub.plan import torch_dtype
 from weftpub.wire.identity import gpu_uuid
 
-__all__ = ["SharedAllocation", "allocation_at", "joined", "joined_allocations"]
+__all__ = ["SharedAllocation", "joined", "joined_allocations"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
 _joined: "weakref.WeakValueDictionary[str, SharedAllocation]" = weakref.WeakValueDictionary()
@@ -331,12 +331,3 @@ def joined(allocation: str) -> SharedAllocation | None:
 def joined_allocations() -> list[SharedAllocation]:
     """Every allocation that this process has joined."""
     return list(_joined.values())
-
-
-def allocation_at(tensor: torch.Tensor) -> tuple[SharedAllocation, int] | None:
-    """The allocation that a tensor lies in and its byte offset there; None if it is not in shared memory."""
-    for memory in joined_allocations():
-        offset = memory.offset_of(tensor)
-        if offset is not None:
-            return memory, offset
-    return None

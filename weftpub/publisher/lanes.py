@@ -43,11 +43,11 @@ class Shown:
     Args:
         pieces: indices in the receiver's piece table.
         places: for each of them buffer name and byte offset.
-        shared: whether the receiver maps the buffers too.
+        shared_nbytes: bytes of those in buffers that the receiver maps too.
     """
 
-    def __init__(self, pieces: Sequence[int], places: Sequence[tuple[str, int]], *, shared: bool = False) -> None:
-        self.shared = shared
+    def __init__(self, pieces: Sequence[int], places: Sequence[tuple[str, int]], *, shared_nbytes: int = 0) -> None:
+        self.shared_nbytes = shared_nbytes
         numbers: dict[str, int] = {}
         self._pieces = np.array(pieces, dtype="<i8").tobytes()
         self._buffer = np.array([numbers.setdefault(name, len(numbers)) for name, _ in places], dtype=np.int64)
@@ -154,19 +154,20 @@ class Lane:
             yield Parcel(chunk.nbytes, PackedLayout(), _copies(chunk, views))
 
     def _show(self, shared: frozenset[str], in_place: frozenset[str]) -> Iterator[Parcel]:
-        """One parcel with everything that is dense in a shared buffer, one with everything that is dense in another one
-        shown where it is, then the rest, packed."""
+        """One parcel with everything that is dense in a buffer that is shared or shown where it is, then the rest,
+        packed."""
         views = dict(zip(self.pieces, self.views, strict=True))
-        for buffers in (shared, in_place):
-            places = {
-                piece: (view.param, offset)
-                for piece, view in views.items()
-                if view.param in buffers and (offset := dense_offset(view)) is not None
-            }
-            if places:
-                nbytes = sum(self.table.pieces[piece].nbytes for piece in places)
-                shown = Shown(tuple(places), tuple(places.values()), shared=buffers is shared)
-                yield Parcel(nbytes, None, None, shown)
+        shown = shared | in_place
+        places = {
+            piece: (view.param, offset)
+            for piece, view in views.items()
+            if view.param in shown and (offset := dense_offset(view)) is not None
+        }
+        if places:
+            sizes = {piece: self.table.pieces[piece].nbytes for piece in places}
+            mapped = sum(sizes[piece] for piece, (name, _) in places.items() if name in shared)
+            where = Shown(tuple(places), tuple(places.values()), shared_nbytes=mapped)
+            yield Parcel(sum(sizes.values()), None, None, where)
             views = {piece: view for piece, view in views.items() if piece not in places}
         for chunk in self.table.pack(list(views)):
             yield Parcel(

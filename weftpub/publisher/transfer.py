@@ -40,6 +40,7 @@ class _Progress:
     """How far one receiver is."""
 
     route: Route
+    exports: Mapping[str, tuple[Offer, int]]
     parcels: Sequence[Parcel]
     deadline: Deadline
     following: int = 0
@@ -117,11 +118,11 @@ class Transfer:
 
     def _start(self, route: Route) -> _Progress:
         mapped = self._exports.get("shared_store", {}) if route.shared else {}
-        shared = frozenset(name for name, (offer, _) in mapped.items() if offer.allocation in route.shared)
-        parcels = route.lane.parcels(self._sender, frozenset(self._exports.get(route.kind, {})) - shared, shared)
-        return _Progress(
-            route, parcels, Deadline(route.link.label, f"chunks of version {self._version}", self._seconds)
-        )
+        shared = {name: place for name, place in mapped.items() if place[0].allocation in route.shared}
+        exports = {**self._exports.get(route.kind, {}), **shared}
+        parcels = route.lane.parcels(self._sender, frozenset(exports.keys() - shared.keys()), frozenset(shared))
+        deadline = Deadline(route.link.label, f"chunks of version {self._version}", self._seconds)
+        return _Progress(route, exports, parcels, deadline)
 
     def _post_round(self, queue: "deque[PeerLink]", progress: dict[PeerLink, _Progress]) -> bool:
         """Post one chunk to every receiver that can take one; whether any was posted."""
@@ -140,7 +141,7 @@ class Transfer:
         parcel = p.parcels[p.following]
         staged: Staged | None = None
         if parcel.shown is not None:
-            offers, layout = parcel.shown.offer(self._exports["shared_store" if parcel.shown.shared else p.route.kind])
+            offers, layout = parcel.shown.offer(p.exports)
             wait_for_devices(self._tensors.devices)
         else:
             staged = self._pool.take(p.route.kind, link)
@@ -172,10 +173,9 @@ class Transfer:
             return False
         p.waiting[number] = staged
         p.following += 1
-        if parcel.shown is not None and parcel.shown.shared:
-            self.shared_nbytes += parcel.nbytes
-        else:
-            self.nbytes += parcel.nbytes
+        mapped = 0 if parcel.shown is None else parcel.shown.shared_nbytes
+        self.shared_nbytes += mapped
+        self.nbytes += parcel.nbytes - mapped
         self.chunks += 1
         if p.following == len(p.parcels):
             self._finished(link)

@@ -19,7 +19,7 @@ from weftpub.memory import SharedAllocation, SharedState
 from weftpub.plan.coincide import SETTINGS_KEY
 from weftpub.receive.engine import EngineSide, Readiness
 from weftpub.wire.description import EngineDescription
-from weftpub.wire.identity import local_identity
+from weftpub.wire.identity import process_identity
 
 __all__ = ["SharedEngineSide"]
 
@@ -35,6 +35,7 @@ class SharedEngineSide:
     def __init__(self, engine: EngineSide, memory: SharedAllocation) -> None:
         self.engine = engine
         self.memory = memory
+        self._here = process_identity()  # asked for at every reply
 
     def describe(self) -> EngineDescription:
         """The engine's own words, and where its parameters lie in shared memory."""
@@ -61,7 +62,7 @@ class SharedEngineSide:
     def readiness(self) -> Readiness:
         """See `EngineSide`; requests also wait while the shared bytes must not be served."""
         own = self.engine.readiness()
-        return own if own.why_not else replace(own, why_not=self.memory.standing().obstacle(local_identity()) or "")
+        return own if own.why_not else replace(own, why_not=self.memory.standing().obstacle(self._here) or "")
 
     def pause(self) -> None:
         """See `EngineSide`; then the trainer may write."""

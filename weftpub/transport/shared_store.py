@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from weftpub.errors import TransportError
-from weftpub.memory import SharedAllocation, allocation_at, joined
+from weftpub.memory import SharedAllocation, joined
 from weftpub.memory.allocation import joined_allocations
 from weftpub.plan.coincide import Place, SourcePlaces
 from weftpub.plan.types import ViewSpec
@@ -49,12 +49,15 @@ def shared_exports(
     """
     wanted = None if allocations is None else frozenset(allocations)
     found: dict[str, tuple[SharedStoreOffer, int]] = {}
-    if not joined_allocations():
+    held = [memory for memory in joined_allocations() if wanted is None or memory.id in wanted]
+    if not held:
         return found
-    for name, buffer in buffers.items():
-        place = allocation_at(buffer)
-        if place is not None and (wanted is None or place[0].id in wanted):
-            found[name] = offer_of(place[0]), place[1]
+    names = tuple(buffers)
+    addresses = np.array([buffer.data_ptr() for buffer in buffers.values()], dtype=np.int64)  # 0 if it is empty
+    for memory in held:
+        offer, inside = offer_of(memory), _inside(addresses, memory)
+        for index in np.flatnonzero(inside).tolist():
+            found[names[index]] = offer, int(addresses[index]) - memory.address
     return found
 
 
