@@ -171,7 +171,9 @@ def test_each_role_gets_its_own_block_and_nothing_of_the_other() -> None:
     trainer = role_environment(settings, "trainer", shell)
     assert trainer == {**shell, **settings.roles.trainer.env}
     engine = role_environment(settings, "engine", trainer)
-    assert engine == {"HOME": "/h", "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1", "X": "1"}
+    assert engine == {"HOME": "/h", **settings.roles.engine.env}
+    assert engine["X"] == "1"
+    assert not engine.keys() & {"RANK", *settings.roles.trainer.env}
     require_environment(settings, "trainer", trainer)
     require_environment(settings, "engine", engine)
     assert changed(settings, "trainer", {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "0"}) == {

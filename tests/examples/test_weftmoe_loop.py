@@ -22,6 +22,7 @@ from weftmoe.loop.prompts import EncodedPrompt, stop_tokens
 from weftmoe.loop.ranks import Ranks
 from weftmoe.loop.scoring import log_probabilities
 from weftmoe.loop.step import FixedTokens, _minibatches, _over_ranks
+from weftmoe.loop.trainer import MegatronGrpo
 from weftmoe.loop.weights import megatron_name, tensor_parallel_part
 from weftmoe.reward import Rewarder
 from weftmoe.rollout import Request, Sample, Span
@@ -400,6 +401,30 @@ def test_megatron_takes_the_settings_of_every_gpu_run(
     assert config.apply_rope_fusion
     assert config.deterministic_mode == (kind == "smoke")
     assert config.sequence_parallel == (kind == "8k")
+
+
+@pytest.mark.parametrize("hybrid", [True, False])
+def test_a_baselines_optimizer_moves_only_where_its_state_is_on_the_gpu(hybrid: bool) -> None:
+    """Megatron's HybridDeviceOptimizer holds views of the flat parameter buffer. `offload_to_cpu` replaces them by
+    copies, and on a GPU every later update went to the copies: a run that looked well, and learned nothing."""
+    calls: list[str] = []
+
+    class Recorder:
+        attached = False
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *tags: calls.append(" ".join((name, *sorted(tags))))
+
+    trainer: Any = object.__new__(MegatronGrpo)
+    trainer._settings = settings("baseline", "adamw", f"optimizer.cpu_offload={str(hybrid).lower()}")
+    trainer._away = frozenset()
+    trainer.attachment = trainer.optimizer = Recorder()
+    trainer.offload("optimizer", "gradients")
+    trainer.offload("weights")
+    trainer.reload()
+    moved = ["offload gradients", "offload weights", "reload gradients weights"]
+    own = [] if hybrid else ["offload_to_cpu", "restore_from_cpu"]
+    assert sorted(calls) == sorted([*moved, *own])
 
 
 # Checkpoints on disk.

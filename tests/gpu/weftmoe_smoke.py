@@ -352,7 +352,8 @@ def _check_spread(report: Report, rows: dict[str, RunSummary], seeds: list[int])
     means = {variant: statistics.mean(values) for variant, values in ends.items()}
     spread = max(ends["bf16"]) - min(ends["bf16"])
     apart = abs(means["fp8"] - means["bf16"])
-    report.check("train: fp8 within the seed spread of bf16", apart <= spread, {**means, "spread": spread})
+    detail = ", ".join(f"{variant} {mean:.3f}" for variant, mean in means.items()) + f", spread {spread:.3f}"
+    report.check("train: fp8 within the seed spread of bf16", apart <= spread, detail)
 
 
 def section_kl(room: Room, report: Report) -> None:

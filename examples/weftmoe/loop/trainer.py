@@ -242,7 +242,7 @@ class MegatronGrpo:
             own = [tag for tag in self._away if tag != "optimizer"]
             if own:
                 self.attachment.reload(*own)
-            if "optimizer" in self._away:
+            if "optimizer" in self._away and self._moves_optimizer:
                 self.optimizer.restore_from_cpu()
         self._away = frozenset()
 
@@ -284,8 +284,16 @@ class MegatronGrpo:
         own = [tag for tag in tags if tag != "optimizer"]
         if own:
             self.attachment.offload(*own)
-        if "optimizer" in tags:
+        if "optimizer" in tags and self._moves_optimizer:
             self.optimizer.offload_to_cpu()
+
+    @property
+    def _moves_optimizer(self) -> bool:
+        """Whether Megatron's own calls may move a baseline's optimizer. HybridDeviceOptimizer has its state on the host
+        already, and holds views of the model's parameters, which those calls would replace by copies: updates would
+        then reach the copies, and the state the GPU.
+        """
+        return not self._settings.optimizer.cpu_offload
 
     def _batches(self, sequences: Many[Sequence]) -> Iterator[Microbatch]:
         """This rank's microbatches; as many on every rank, because experts are exchanged between them."""
