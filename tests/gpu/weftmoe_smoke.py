@@ -1,7 +1,8 @@
 """The smoke run on one GPU or two: variants x seeds, learning rate 0, and a run that is killed and resumed.
 
     python tests/gpu/weftmoe_smoke.py --out OUT [--only train,kl,frozen,resume,two-gpus] [--variants baseline,bf16,fp8]
-        [--seeds 1,2,3] [--steps 50] [--side-by-side 3] [--seconds 560] [--work DIR] [--cpu] [--tiny]
+        [--optimizer muon] [--seeds 1,2,3] [--steps 50] [--side-by-side 3] [--seconds 560] [--work DIR] [--cpu]
+        [--tiny]
 
 Writes OUT/weftmoe_smoke.json (a row per run, with the commit), OUT/weftmoe_smoke.tar.gz (log, output and settings of
 every run) and, where matplotlib is installed, OUT/weftmoe_smoke.png; all of it is there after every section, and after
@@ -201,7 +202,7 @@ class Room:
             *more,
             *self.options.set,
         ]
-        return composed.load(variant, smoke=self.place, overrides=overrides)
+        return composed.load(variant, optimizer=self.options.optimizer, smoke=self.place, overrides=overrides)
 
     def model_path(self, seed: int, name: str = "") -> Path:
         return self.work / "models" / f"seed-{seed}{name}"
@@ -473,6 +474,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, help="models, checkpoints and runs; OUT/work if not given")
     parser.add_argument("--only", type=lambda text: text.split(","), default=["train", "kl", "frozen", "resume"])
     parser.add_argument("--variants", type=lambda text: text.split(","), default=["baseline", "bf16", "fp8"])
+    parser.add_argument("--optimizer", choices=composed.OPTIMIZERS, default="muon")
     parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--warmup", type=int, default=400, help="most supervised steps of a made model")
