@@ -47,7 +47,7 @@ class StoreSums:
         self._offset = _integers([int(item.tensor.storage_offset()) * item.tensor.element_size() for item in tensors])
         self._count = _integers([item.tensor.nbytes for item in tensors])
         self._parts = list(_parts(layout, self._names))
-        weights = [places for _, _, _, _, places in self._parts]
+        weights = [places for _, _, places in self._parts]
         self._rest = np.setdiff1d(np.arange(len(tensors)), np.concatenate(weights)) if weights else _integers([])
 
     @property
@@ -67,8 +67,8 @@ class StoreSums:
         if not sums:
             return self.read()
         found = [
-            checksum_rows_from_sums(sums[projection], shape, first, last)
-            for projection, shape, first, last, _ in self._parts
+            checksum_rows_from_sums(sums[projection].view(shape[0], -1, *sums[projection].shape[2:]), shape)
+            for projection, shape, _ in self._parts
         ]
         found.append(self._rest_spans.compute(self._addresses()[self._rest], self._count[self._rest]))
         values = np.empty(len(self._names), dtype=np.int64)
@@ -86,20 +86,18 @@ def content_digest(checksums: Checksums) -> str:
     return hashlib.sha256(checksums.values_in_order.astype("<i8", copy=False).tobytes()).hexdigest()
 
 
-def _parts(
-    layout: StoreLayout, names: Sequence[str]
-) -> "list[tuple[Projection, tuple[int, int, int], int, int, _Indices]]":
-    """For each row range of the two projections: projection, shape of all its matrices, first and last row, and where
-    the weights of this range stand among the canonical tensors, matrix by matrix."""
+def _parts(layout: StoreLayout, names: Sequence[str]) -> "list[tuple[Projection, tuple[int, int, int], _Indices]]":
+    """For each projection the shape of all its parts together, and where each stands among the canonical tensors. Parts
+    are row ranges of one height: gate and up of a matrix are, to their sums, two matrices of half the rows.
+    """
     place = {name: index for index, name in enumerate(names)}
-    found: list[tuple[Projection, tuple[int, int, int], int, int, _Indices]] = []
+    found: list[tuple[Projection, tuple[int, int, int], _Indices]] = []
     for projection, parts in layout.family.parts.items():
         matrices = [matrix for matrix in layout.matrices if matrix.projection == projection]
-        shape = (len(matrices), *layout.shape(projection))
-        for part in parts:
-            rows = layout.family.rows(matrices[0], part, shape[1])
-            places = _integers([place[layout.family.name(matrix, part, "weight")] for matrix in matrices])
-            found.append((projection, shape, rows.start, rows.stop, places))
+        rows, columns = layout.shape(projection)
+        shape = (len(matrices) * len(parts), rows // len(parts), columns)
+        whole = [place[layout.family.name(matrix, part, "weight")] for matrix in matrices for part in parts]
+        found.append((projection, shape, _integers(whole)))
     return found
 
 
