@@ -1,9 +1,9 @@
 """Turn results of zero_copy.py into a dated page, with the memory of a step as a picture.
 
-    python tests/gpu/zero_copy_page.py docs/results/PAGE.md OUT/zero_copy.json [MORE.json ...]
+    python tests/gpu/zero_copy_page.py docs/results/PAGE.md OUT/zero_copy.json [MORE.json[:section,section] ...]
 
-Sections may come from several runs; a section that ran twice is an error, so that no page picks the better one. The
-picture and the JSON files go into a folder of the page's name.
+Sections may come from several runs; a section that ran in two of them is an error, so that no page picks the better one
+by accident: name those to take. The picture and the JSON files go into a folder of the page's name.
 """
 
 import json
@@ -36,19 +36,38 @@ WAYS = (
 )
 
 
-def merged(paths: list[Path]) -> dict[str, Any]:
+# How the names of a section's checks and numbers begin; what begins like none of them is of `mechanism`.
+STARTS: Mapping[str, tuple[str, ...]] = {
+    "speed": (*WAYS, "at most", "wt=", "shared_minus", "copied_minus", "expert_parameters", "other_bytes"),
+    "phases": ("phases, ", "link, ", "peak_bytes", "link_bytes", "shared experts"),
+    "kills": ("kills",),
+    "engine": ("engine",),
+}
+
+
+def section_of(name: str) -> str:
+    """The section of a check or a number."""
+    return next((section for section, starts in STARTS.items() if name.startswith(starts)), "mechanism")
+
+
+def merged(sources: list[str]) -> dict[str, Any]:
     """The sections of several runs."""
-    found: dict[str, Any] = {"checks": {}, "failed": [], "numbers": {}, "seconds": {}, "runs": []}
-    for path in paths:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        twice = found["seconds"].keys() & data["seconds"].keys()
-        if twice:
-            raise SystemExit(f"{path}: {', '.join(sorted(twice))} ran in an earlier file, too; give each section once")
-        found["runs"].append({key: data[key] for key in ("environment", "sizes", "seconds")})
-        for key in ("checks", "numbers", "seconds"):
-            found[key] |= data[key]
-        found["failed"] += data["failed"]
-        found |= {key: data[key] for key in ("phases", "kills", "cycles") if key in data}
+    found: dict[str, Any] = {"checks": {}, "numbers": {}, "seconds": {}, "runs": []}
+    for source in sources:
+        path, _, chosen = source.partition(":")
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        sections = set(chosen.split(",")) if chosen else set(data["seconds"])
+        twice = found["seconds"].keys() & sections
+        if twice or not sections <= data["seconds"].keys():
+            raise SystemExit(f"{path} holds {', '.join(data['seconds'])}; taken before: {', '.join(twice) or 'none'}")
+        seconds = {name: value for name, value in data["seconds"].items() if name in sections}
+        found["runs"].append({"environment": data["environment"], "seconds": seconds})
+        found["seconds"] |= seconds
+        for key in ("checks", "numbers"):
+            found[key] |= {name: value for name, value in data[key].items() if section_of(name) in sections}
+        keys = {"phases": "phases", "kills": "kills", "engine": "cycles"}
+        found |= {keys[name]: data[keys[name]] for name in sections & keys.keys() if keys[name] in data}
+    found["failed"] = [name for name, row in found["checks"].items() if row["passed"] is False]
     return found
 
 
@@ -183,8 +202,7 @@ def engine_section(data: Mapping[str, Any]) -> list[str]:
 def mechanism_section(data: Mapping[str, Any]) -> list[str]:
     """Checks of the mechanism, and what its calls cost."""
     numbers = data["numbers"]
-    names = [name for name in data["checks"] if not name.startswith(("engine: ", "kills: ", "phases, "))]
-    others = {name for name in names if name.startswith((*WAYS, "at most", "shared experts"))}
+    names = [name for name in data["checks"] if section_of(name) == "mechanism"]
     lines = [
         "",
         "## Mechanism",
@@ -196,7 +214,7 @@ def mechanism_section(data: Mapping[str, Any]) -> list[str]:
         "| check | | found |",
         "|---|---|---|",
     ]
-    return lines + [check_row(name, data["checks"][name]) for name in names if name not in others]
+    return lines + [check_row(name, data["checks"][name]) for name in names]
 
 
 def checks_of(data: Mapping[str, Any], start: str) -> list[tuple[str, Any]]:
@@ -252,14 +270,14 @@ def draw(phases: Mapping[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
-def main(page: Path, results: list[Path]) -> None:
+def main(page: Path, results: list[str]) -> None:
     """Write the page, its picture and the raw files."""
     data = merged(results)
     where = data["runs"][0]["environment"]
     folder = page.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
-    for number, path in enumerate(results):
-        shutil.copyfile(path, folder / (f"{path.stem}.json" if number == 0 else f"{path.stem}-{number + 1}.json"))
+    for run, source in zip(data["runs"], results, strict=True):
+        shutil.copyfile(source.partition(":")[0], folder / f"{'-'.join(run['seconds'])}.json")
     lines = [
         f"# Experts that never move, {where.get('gpu', 'CPU')}",
         "",
@@ -289,4 +307,4 @@ def main(page: Path, results: list[Path]) -> None:
 if __name__ == "__main__":
     if len(sys.argv) < 3:
         sys.exit(__doc__)
-    main(Path(sys.argv[1]), [Path(argument) for argument in sys.argv[2:]])
+    main(Path(sys.argv[1]), sys.argv[2:])
