@@ -22,6 +22,7 @@ from eight_gpus_config import hf_config
 from eight_gpus_limits import Limits, least_ms, measure_limits, traffic_of
 from eight_gpus_ranks import RankReport, broadcast, meet
 from eight_gpus_trainer import batch, build
+from engine_settings import ENGINE
 from megatron_adapter import DEVICE, Trainer, clean
 
 from weftpub.channel import Deadlines
@@ -249,31 +250,14 @@ def start_engine(settings: dict[str, Any], layout: str, deadlines: Any) -> Any:
 
 def gpu_arguments() -> dict[str, Any]:
     """What is tried here is bytes, not generation: no graphs, and a small cache."""
-    return {
-        "attention_backend": "triton",
-        "context_length": 2048,
-        "disable_cuda_graph": True,
-        "disable_radix_cache": True,
-        "enable_memory_saver": True,
-        "fp8_gemm_runner_backend": "triton",
-        "grammar_backend": "none",
-        "load_format": "dummy",
-        "log_level": "error",
-        "max_running_requests": 64,
-        "max_total_tokens": 16384,
-        "mem_fraction_static": 0.3,
-        "moe_runner_backend": "triton",
-        "random_seed": 1,
-        "sampling_backend": "pytorch",
-        "skip_tokenizer_init": True,
-    }
+    return {**ENGINE, "disable_cuda_graph": True, "max_running_requests": 64, "max_total_tokens": 16384}
 
 
 def cpu_arguments() -> dict[str, Any]:
     """The engine of the tests, whose forward pass a CPU can run."""
-    from cpu_engine import ENGINE
+    from cpu_engine import ENGINE as CPU_ENGINE
 
-    return dict(ENGINE)
+    return dict(CPU_ENGINE)
 
 
 def engine_environment() -> dict[str, str]:

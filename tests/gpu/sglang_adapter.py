@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from engine_settings import ENGINE, GRAPHS
 from ran_on import ran_on
 
 from weftpub.channel import Deadlines
@@ -248,33 +249,12 @@ def config_of(shape: Any) -> dict[str, Any]:
 
 
 def engine_arguments(model: Path, *, graphs: bool) -> dict[str, Any]:
-    """Settings of an engine on this machine; the radix cache's library is built for another torch."""
+    """Settings of an engine on this machine."""
     if not GPU:
-        from cpu_engine import ENGINE
+        from cpu_engine import ENGINE as CPU_ENGINE
 
-        return {**ENGINE, "model_path": str(model), "max_running_requests": 16, "max_total_tokens": 2048}
-    graph: dict[str, Any] = {"disable_cuda_graph": True}
-    if graphs:  # decoding only: SGLang captures prefills of 42 lengths by default, for a minute
-        graph = {"cuda_graph_max_bs_decode": 4, "disable_prefill_cuda_graph": True}
-    return {
-        "attention_backend": "triton",
-        "context_length": 2048,
-        "disable_radix_cache": True,
-        "enable_memory_saver": True,
-        "fp8_gemm_runner_backend": "triton",
-        "grammar_backend": "none",
-        "load_format": "dummy",
-        "log_level": "error",
-        "max_running_requests": 16,
-        "max_total_tokens": 32768,
-        "mem_fraction_static": 0.3,
-        "model_path": str(model),
-        "moe_runner_backend": "triton",
-        "random_seed": 1,
-        "sampling_backend": "pytorch",
-        "skip_tokenizer_init": True,
-        **graph,
-    }
+        return {**CPU_ENGINE, "model_path": str(model), "max_running_requests": 16, "max_total_tokens": 2048}
+    return {**ENGINE, "model_path": str(model), **(GRAPHS if graphs else {"disable_cuda_graph": True})}
 
 
 def install_plugin(folder: Path) -> None:

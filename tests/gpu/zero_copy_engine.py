@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from engine_settings import ENGINE, GRAPHS
 from zero_copy_base import GPU, Process, Report, free_bytes
 from zero_copy_trainer import EngineTrainer
 
@@ -110,30 +111,10 @@ def install(folder: Path) -> None:
 def engine_arguments(model: Path, **more: Any) -> dict[str, Any]:
     """Settings of an engine on this machine."""
     if not GPU:
-        from cpu_engine import ENGINE
+        from cpu_engine import ENGINE as CPU_ENGINE
 
-        return {**ENGINE, "model_path": str(model), **more}
-    return {
-        "attention_backend": "triton",
-        "context_length": 2048,
-        "cuda_graph_max_bs_decode": 4,
-        "disable_prefill_cuda_graph": True,  # decoding only: prefills of 42 lengths would take a minute
-        "disable_radix_cache": True,
-        "enable_memory_saver": True,
-        "fp8_gemm_runner_backend": "triton",
-        "grammar_backend": "none",
-        "load_format": "dummy",
-        "log_level": "error",
-        "max_running_requests": 16,
-        "max_total_tokens": 32768,
-        "mem_fraction_static": 0.3,
-        "model_path": str(model),
-        "moe_runner_backend": "triton",
-        "random_seed": 1,
-        "sampling_backend": "pytorch",
-        "skip_tokenizer_init": True,
-        **more,
-    }
+        return {**CPU_ENGINE, "model_path": str(model), **more}
+    return {**ENGINE, **GRAPHS, "model_path": str(model), **more}
 
 
 class Trial:
