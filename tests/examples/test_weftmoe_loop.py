@@ -427,6 +427,28 @@ def test_a_baselines_optimizer_moves_only_where_its_state_is_on_the_gpu(hybrid: 
     assert sorted(calls) == sorted([*moved, *own])
 
 
+def test_ranks_agree_on_the_number_of_microbatches_before_they_compute_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks had two and three microbatches to score. The first asked how many there are once it was through, and
+    waited there; the other waited for it in the exchange of experts of its third. Neither ever came back."""
+    asked: list[int] = []
+
+    class Three:
+        """This rank, and another one that has three microbatches."""
+
+        def gather(self, mine: int) -> list[int]:
+            asked.append(mine)
+            return [mine, 3]
+
+    trainer: Any = object.__new__(MegatronGrpo)
+    trainer._settings, trainer._ranks = settings("fp8", "muon", "length.microbatch_tokens=96"), Three()
+    monkeypatch.setattr(MegatronGrpo, "data_parallel", (0, 2))
+    batches = trainer._batches([Sequence(n, (1,) * 90, 3, (-1.0,) * 87) for n in range(2)])
+    first = next(batches)
+    assert asked == [1], "the ranks agree before anyone computes"
+    assert not first.sequences[0].placeholder
+    assert [batch.sequences[0].placeholder for batch in batches] == [True, True]
+
+
 # Checkpoints on disk.
 
 

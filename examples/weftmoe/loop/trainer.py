@@ -299,8 +299,10 @@ class MegatronGrpo:
         """This rank's microbatches; as many on every rank, because experts are exchanged between them."""
         rank, ranks = self.data_parallel
         made = list(self._cut(deal(sequences, ranks)[rank]))
-        yield from made
+        # Asked before the first is computed: a rank that asked after its last one would wait here while the others,
+        # with more to compute, wait for it in an exchange of experts.
         most = max(self._ranks.gather(len(made)))
+        yield from made
         for _ in range(most - len(made)):
             yield from self._cut([Sequence.nobody()])
 
