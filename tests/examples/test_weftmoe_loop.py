@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence as Many
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from weftmoe.reward import Rewarder
 from weftmoe.rollout import Request, Sample, Span
 from weftmoe.schema import Settings
 from weftmoe.telemetry import Counters, Timers
-from weftpub.errors import CheckpointError, StateError
+from weftpub.errors import CheckpointError, NonFiniteGradientError, StateError
 from weftpub_adapters.megatron import Qwen3MoeFields
 
 
@@ -316,6 +317,51 @@ def test_the_learning_rate_rises_over_the_warm_up() -> None:
     optimizer = settings("fp8", "muon", "optimizer.lr=0.4", "optimizer.warmup_steps=4").optimizer
     assert [learning_rate(optimizer, step) for step in range(1, 6)] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4])
     assert learning_rate(settings("fp8", "muon", "optimizer.lr=0").optimizer, 7) == 0.0
+
+
+class Optimizer:
+    """Stands for Megatron's: its groups, and a step that says what norm it found."""
+
+    def __init__(self, norm: float) -> None:
+        # As Megatron builds them: the whole decay everywhere, and a factor that its own scheduler would apply.
+        self.param_groups = [
+            {"lr": 9.0, "weight_decay": 0.1, "wd_mult": 1.0, "lr_mult": 1.0},
+            {"lr": 9.0, "weight_decay": 0.1, "wd_mult": 0.0, "lr_mult": 1.0},
+        ]
+        self.norm = norm
+
+    def zero_grad(self) -> None: ...
+
+    def step(self) -> tuple[bool, float, None]:
+        return True, self.norm, None
+
+
+def updating(monkeypatch: pytest.MonkeyPatch, optimizer: Optimizer) -> Any:
+    """A trainer without a model, whose ranks have nothing to compute."""
+    distributed = pytest.importorskip("megatron.core.distributed")
+    monkeypatch.setattr(distributed, "finalize_model_grads", lambda *_: None)
+    monkeypatch.setattr(MegatronGrpo, "_batches", lambda self, sequences: iter(()))
+    monkeypatch.setattr(MegatronGrpo, "data_parallel", (0, 1))
+    trainer: Any = object.__new__(MegatronGrpo)
+    trainer._settings = settings("baseline", "adamw", "optimizer.weight_decay=0.1")
+    trainer.ddp, trainer.optimizer = SimpleNamespace(zero_grad_buffer=lambda: None), optimizer
+    return trainer
+
+
+def test_vectors_do_not_decay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron notes in a group that the weights of norms do not decay, and leaves it to its scheduler to act on it. A
+    loop that sets rates by itself had every norm shrink with the matrices."""
+    optimizer = Optimizer(norm=1.0)
+    updating(monkeypatch, optimizer).update([Sequence(0, (1, 2), 1, (-1.0,))], None, lr=0.5)
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.5, 0.1), (0.5, 0.0)]
+
+
+@pytest.mark.parametrize("norm", [math.nan, math.inf])
+def test_a_baselines_gradient_that_is_not_finite_ends_the_run(monkeypatch: pytest.MonkeyPatch, norm: float) -> None:
+    """Without a loss scaler Megatron's optimizers look for no NaN: they apply it, and report that all went well."""
+    trainer = updating(monkeypatch, Optimizer(norm))
+    with pytest.raises(NonFiniteGradientError, match="goes on from its last checkpoint"):
+        trainer.update([Sequence(0, (1, 2), 1, (-1.0,))], None, lr=0.5)
 
 
 def test_minibatches_keep_groups_together() -> None:

@@ -1,12 +1,13 @@
 """The optimizer settings of Megatron-core for each variant and update rule, and the learning rate of a step."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from weftmoe.schema import Optimizer, Settings
 
-__all__ = ["learning_rate", "optimizer_fields", "uses_flat_buffers"]
+__all__ = ["learning_rate", "optimizer_fields", "set_groups", "uses_flat_buffers"]
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -56,3 +57,14 @@ def learning_rate(optimizer: Optimizer, step: int) -> float:
     if step < optimizer.warmup_steps:
         return optimizer.lr * step / optimizer.warmup_steps
     return optimizer.lr
+
+
+def set_groups(groups: Iterable[dict[str, Any]], *, lr: float, weight_decay: float) -> None:
+    """Give parameter groups the rate and the decay of the next update, each times the group's own factor.
+
+    Megatron builds every group with the whole decay and only notes the factor (0 for vectors and biases, such as the
+    weights of norms); applying it is left to its scheduler, which this loop does not use.
+    """
+    for group in groups:
+        group["lr"] = lr * group.get("lr_mult", 1.0)
+        group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)

@@ -32,7 +32,7 @@ from weftmoe.grpo import (
     token_weights,
 )
 from weftmoe.loop.model import build_model, initialize
-from weftmoe.loop.optimizer import optimizer_fields, uses_flat_buffers
+from weftmoe.loop.optimizer import optimizer_fields, set_groups, uses_flat_buffers
 from weftmoe.loop.ranks import Ranks
 from weftmoe.loop.scoring import log_probabilities
 from weftmoe.loop.weights import load_hf
@@ -157,7 +157,8 @@ class MegatronGrpo:
             lr: learning rate.
 
         Raises:
-            NonFiniteGradientError: a gradient is NaN or Inf; nothing was changed.
+            NonFiniteGradientError: a gradient is NaN or Inf. With weftpub nothing was changed; a baseline's optimizer
+                does not look, and its weights are lost.
         """
         from megatron.core.distributed import finalize_model_grads
 
@@ -175,9 +176,13 @@ class MegatronGrpo:
                 (loss * scale).backward()
             sums += found
         finalize_model_grads([self.ddp], None)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_mult", 1.0)
+        set_groups(self.optimizer.param_groups, lr=lr, weight_decay=self._settings.optimizer.weight_decay)
         success, norm, _ = self.optimizer.step()
+        if norm is not None and not math.isfinite(float(norm)):
+            raise NonFiniteGradientError(
+                f"the norm of the gradients is {float(norm)}, and Megatron's own optimizer has applied them: start "
+                "again with the same --out, the run goes on from its last checkpoint"
+            )
         if not success:
             raise NonFiniteGradientError(
                 "the optimizer refused the step: a gradient is not finite; nothing was changed"
