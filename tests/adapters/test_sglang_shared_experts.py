@@ -1,6 +1,7 @@
 """SGLang's real FusedMoE layers over memory that a trainer's store writes."""
 
 import sys
+import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +18,7 @@ from weftpub.memory import SharedAllocation, SharedAllocator, SharedState
 from weftpub.receive.shared import SharedEngineSide
 from weftpub.store import ExpertStore
 from weftpub.store.shared import layout_of, shared_catalogue
-from weftpub_adapters.sglang import ServedModel, SGLangEngine, build_model
+from weftpub_adapters.sglang import ServedModel, SGLangEngine, build_model, shared_experts
 from weftpub_adapters.sglang.shared_experts import (
     SETTING,
     engine_side,
@@ -324,6 +325,36 @@ def test_experts_that_may_be_shared_never_enter_the_savers_pool(saver: Saver, fo
     with saver.region("weights", enable_cpu_backup=False):
         build_model(LAYOUTS["tp1"].config, **LAYOUTS["tp1"].request(0))
     assert saver.apart == layers  # the layers make them as ever
+
+
+def test_the_experts_pool_ends_when_no_pool_is_in_use(saver: Saver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch aborts the process when a pool ends while any is in use, and the saver's is for as long as its region is
+    open. Allocations go to the pool that was entered last."""
+    used: list[Any] = []
+    entered: list[Any] = []
+    ended: list[bool] = []
+
+    class Pool:
+        def __init__(self) -> None:
+            weakref.finalize(self, lambda: ended.append(bool(used) or saver.open))
+
+    @contextmanager
+    def use(pool: Any) -> Generator[None]:
+        used.append(pool)
+        entered.append(id(pool))
+        yield
+        used.remove(pool)
+
+    monkeypatch.setattr(shared_experts, "_new_pool", Pool)
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", use)
+    with experts_apart():
+        with saver.region("weights", enable_cpu_backup=False):
+            made = build_and_fill(LAYOUTS["tp1"], 0)
+            assert (used, ended, saver.open) == ([], [], True)
+        assert ended == []
+    assert ended == [False]  # at once: a collector may come by when another pool is in use
+    assert len(entered) == made.hf_config["num_hidden_layers"]
+    assert len(set(entered)) == 1
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -167,8 +167,9 @@ def experts_apart() -> Generator[None]:
     from sglang.srt.layers.quantization.fp8 import Fp8MoEMethod
     from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 
-    pool: Any = torch.cuda.MemPool() if torch.cuda.is_available() else None
+    pool = [_new_pool()]  # emptied on the way out, so that it ends there and not when a collector comes by
     with ExitStack() as stack:
+        stack.callback(pool.clear)
         for method in (Fp8MoEMethod, UnquantizedFusedMoEMethod):
             original = method.create_weights
             stack.callback(setattr, method, "create_weights", original)
@@ -176,9 +177,14 @@ def experts_apart() -> Generator[None]:
         yield
 
 
-def _apart(create: Callable[..., None], pool: Any) -> Callable[..., None]:
+def _new_pool() -> Any:
+    """A pool of PyTorch's allocator; None where there is no GPU."""
+    return torch.cuda.MemPool() if torch.cuda.is_available() else None
+
+
+def _apart(create: Callable[..., None], pool: Sequence[Any]) -> Callable[..., None]:
     def create_weights(*args: Any, **kwargs: Any) -> None:
-        with _outside_of_the_saver(pool):
+        with _outside_of_the_saver(pool[0]):
             create(*args, **kwargs)
 
     return create_weights
