@@ -134,9 +134,11 @@ class Cluster(_Block):
 
 
 class Sampling(_Block):
-    """How completions are drawn. Log-probs are those of this distribution, so anything but 1, 1 biases the ratio.
+    """How completions are drawn.
 
     Attributes:
+        temperature: the trainer's log-probs are of the same temperature.
+        top_p: below 1 biases the ratio: the trainer's log-probs are of the whole distribution.
         repeat: draw with the same random numbers at every step: steps on the same prompts (`data.shuffle` false) then
             differ by their weights alone. Needs `train.deterministic`, without which the engine draws its own.
     """

@@ -16,6 +16,7 @@ from weftmoe import settings as composed
 from weftmoe.data import PromptSampler, read_prompts, write_arithmetic
 from weftmoe.grpo import Microbatch, Sequence, SequenceSums, group_advantages, microbatches
 from weftmoe.loop import checkpoint
+from weftmoe.loop import trainer as trainer_module
 from weftmoe.loop.collect import Collector
 from weftmoe.loop.model import config_fields
 from weftmoe.loop.optimizer import learning_rate, optimizer_fields
@@ -287,6 +288,28 @@ def test_stretches_give_the_same_values_and_gradients(chunk: int, parts: int) ->
         assert other.grad is not None
         torch.testing.assert_close(other.grad, one.grad, rtol=1e-5, atol=1e-5)
     assert cut.most <= max(3 * parts, min(chunk, 30))
+
+
+@pytest.mark.parametrize("chunk", [0, 3])
+def test_log_probs_are_of_the_temperature_that_was_sampled_at(chunk: int) -> None:
+    """Completions were drawn at temperature 0.7, and the trainer scored them at 1: every importance weight was off."""
+    batch, cpu = padded(), torch.device("cpu")
+    hot, cold = Model(), Model()
+    with torch.no_grad():
+        cold.weight /= 0.7
+    found = log_probabilities(hot, batch, cpu, chunk_tokens=chunk, temperature=0.7)
+    torch.testing.assert_close(found, log_probabilities(cold, batch, cpu, chunk_tokens=chunk), rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(found, log_probabilities(hot, batch, cpu, chunk_tokens=chunk))
+
+
+def test_the_trainer_scores_at_the_engines_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer: Any = object.__new__(MegatronGrpo)
+    trainer._settings = settings("fp8", "muon", "rollout.sampling.temperature=0.7")
+    trainer.ddp, trainer.device = None, torch.device("cpu")
+    said: dict[str, Any] = {}
+    monkeypatch.setattr(trainer_module, "log_probabilities", lambda *_, **options: said.update(options))
+    trainer._log_probabilities(padded())
+    assert said["temperature"] == 0.7
 
 
 # The optimizer.

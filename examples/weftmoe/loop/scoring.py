@@ -18,7 +18,9 @@ __all__ = ["log_probabilities"]
 _LENGTHS = 64  # lengths of packed sequences are told apart in steps of this
 
 
-def log_probabilities(model: Any, batch: Microbatch, device: torch.device, *, chunk_tokens: int) -> torch.Tensor:
+def log_probabilities(
+    model: Any, batch: Microbatch, device: torch.device, *, chunk_tokens: int, temperature: float = 1.0
+) -> torch.Tensor:
     """Run the model forward.
 
     Args:
@@ -26,6 +28,7 @@ def log_probabilities(model: Any, batch: Microbatch, device: torch.device, *, ch
         batch: which tokens.
         device: where the model is.
         chunk_tokens: positions whose logits exist at once; 0 for all.
+        temperature: that the engine divides logits by before it samples: both sides speak of one distribution.
 
     Returns:
         float32 of the shape of ``batch.tokens``: log p(label) at each position, with gradient if enabled.
@@ -38,12 +41,12 @@ def log_probabilities(model: Any, batch: Microbatch, device: torch.device, *, ch
         _causal_mask(batch, device) if batch.layout == "padded" else None,
         labels=labels,
         packed_seq_params=packed,
-        output_processor=_processor(chunk_tokens),
+        output_processor=_processor(chunk_tokens, temperature),
     )
     return result
 
 
-def _processor(chunk_tokens: int) -> Callable[..., torch.Tensor]:
+def _processor(chunk_tokens: int, temperature: float) -> Callable[..., torch.Tensor]:
     def process(
         *,
         hidden_states: torch.Tensor,
@@ -61,6 +64,8 @@ def _processor(chunk_tokens: int) -> Callable[..., torch.Tensor]:
 
         def one(hidden: torch.Tensor, first: int) -> torch.Tensor:
             logits, _ = output_layer(hidden, weight=output_weight, runtime_gather_output=False)
+            if temperature != 1.0:
+                logits = logits / temperature
             return -compute_language_model_loss(labels[:, _places(first, len(hidden), here, parts)], logits)
 
         if chunk >= here:

@@ -312,7 +312,14 @@ class MegatronGrpo:
             yield from self._cut([Sequence.nobody()])
 
     def _log_probabilities(self, batch: Microbatch) -> torch.Tensor:
-        return log_probabilities(self.ddp, batch, self.device, chunk_tokens=self._settings.train.logit_chunk_tokens)
+        settings = self._settings
+        return log_probabilities(
+            self.ddp,
+            batch,
+            self.device,
+            chunk_tokens=settings.train.logit_chunk_tokens,
+            temperature=settings.rollout.sampling.temperature,
+        )
 
     def _cut(self, sequences: Many[Sequence]) -> Iterator[Microbatch]:
         settings = self._settings
