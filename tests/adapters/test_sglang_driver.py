@@ -136,6 +136,7 @@ class FakePublisher:
         self.versions: dict[str, int | None] = dict.fromkeys(self.states)
         self.absent: set[str] = set()  # engines that cannot be described
         self.refusals: dict[str, str] = {}  # why an engine's worker would not go on
+        self.stale = False
 
     def pause(self) -> None:
         for name, state in self.states.items():
@@ -179,6 +180,8 @@ class FakePublisher:
                 self.states[name] = EngineState.SERVING
 
     def status(self) -> dict[int, StatusReport]:
+        if self.stale:
+            raise StateError("a publisher that started later has taken over; this one is stale")
         fields: dict[str, Any] = {"digest": "", "incoming": None, "lost": None, "plan_digest": ""}
         return {
             rank: StatusReport(
@@ -525,6 +528,46 @@ def test_memory_that_an_earlier_driver_released_is_known_to_be_away(gpu: FakeGpu
     step.resume()
     step.continue_()
     assert not engine.paused
+
+
+def test_an_engine_whose_weights_an_earlier_driver_released_is_published_to(gpu: FakeGpu) -> None:
+    """A trainer ended while it trained, between release and publish. The next one could neither be told what was away
+    nor bring it back; now it waits, as its own would, until the weights' memory is there."""
+    engine = FakeEngine(gpu)
+    before = colocated(engine, FakePublisher(engine), gpu)
+    before.drain()
+    before.release()
+    step = colocated(engine, FakePublisher(engine), gpu)
+    step.drain()
+    gpu.free = WEIGHTS - 1
+    with pytest.raises(DeadlineError, match=r"resume of weights .*: 1000 bytes .* 999 bytes"):
+        step.publish(1, {})
+    gpu.free = WEIGHTS + CACHE
+    step.publish(1, {})
+    step.resume()
+    step.continue_()
+    assert not engine.paused
+
+
+@pytest.mark.parametrize("call", ["drain", "release", "publish", "resume"])
+def test_a_driver_that_was_replaced_touches_no_engine(
+    step: ColocatedEngine, engine: FakeEngine, publisher: FakePublisher, call: str
+) -> None:
+    """A trainer that had hung woke up after its successor had started, and paused the engine, which nobody let go on
+    again; released, the scheduler would have ended."""
+    calls = {
+        "drain": step.drain,
+        "release": step.release,
+        "publish": lambda: step.publish(1, {}),
+        "resume": step.resume,
+    }
+    for earlier in list(calls)[: list(calls).index(call)]:
+        calls[earlier]()
+    before = list(engine.calls)
+    publisher.stale = True
+    with pytest.raises(StateError, match="this one is stale"):
+        calls[call]()
+    assert engine.calls == before
 
 
 def test_ranks_without_handles_take_part_and_hear_of_failures(engine: FakeEngine, gpu: FakeGpu) -> None:

@@ -346,6 +346,38 @@ def test_a_restarted_driver_finds_the_receivers_and_another_run_does_not_take_th
         world.engine.start_receivers("another", world.folder / "other")
 
 
+def test_a_driver_that_ends_between_release_and_publish_is_followed_by_another(world: World) -> None:
+    """A trainer ended while it trained, with the engine's weights released. Its successor was refused everything: the
+    workers would not describe themselves, nobody brought the weights back, and releasing them again ended the engine.
+    """
+    old = int(world.engine.weight_version())
+    asked = world.ask(1, 40)
+    time.sleep(0.2)
+    world.step.drain()
+    world.step.release()
+    peers = world.engine.start_receivers(RUN, world.folder / "s")
+    waits = Deadlines.all(60.0)
+    with Publisher(
+        RUN, world.publisher.plan, peers, commit_path=world.folder / "commit.json", deadlines=waits
+    ) as later:
+        assert [one.settings["plugin"]["released"] for one in later.describe()] == [["kv_cache", "weights"]] * 2  # type: ignore[index,call-overload]
+        step = ColocatedEngine(world.engine, later, deadlines=DEADLINES)
+        step.drain()
+        for call in (world.step.drain, world.step.resume, lambda: world.step.publish(old + 1, {})):
+            with pytest.raises(StateError, match="stale"):
+                call()
+        world.engine.release(["kv_cache", "weights"])  # by somebody who does not ask
+        step.publish(old + 1, sources(old + 1))
+        step.resume()
+        world.engine.resume(["kv_cache", "weights"])
+        step.continue_()
+        (answer,) = answers(asked)
+        check_tokens(answer, 1)
+        assert [span.version for span in answer.versions] == [str(old), str(old + 1)]
+    world.publisher.take_over()
+    world.step = ColocatedEngine(world.engine, world.publisher, deadlines=DEADLINES)
+
+
 def test_stopped_receivers_leave_the_engine_serving(world: World) -> None:
     old = int(world.engine.weight_version())
     world.engine.stop_receivers(RUN)

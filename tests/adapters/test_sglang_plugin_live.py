@@ -76,8 +76,12 @@ def test_a_worker_serves_only_what_was_committed_in_memory_that_stayed(scheduler
     assert engine.why_not() == "the memory of kv_cache is released"
     scheduler.weight_updater.offload_tags.clear()
     engine.memory_released()
-    with pytest.raises(StateError, match="describe refused, the memory of its weights is released"):
-        engine.describe()
+    with pytest.raises(StateError, match="live_tensors refused, the memory of its weights is released"):
+        engine.live_tensors()
+    scheduler.weight_updater.offload_tags.add("weights")
+    plugin: Any = engine.describe().settings["plugin"]  # a driver that was restarted learns what is away
+    assert plugin["released"] == ["weights"]
+    scheduler.weight_updater.offload_tags.clear()
     engine.memory_resumed()
     assert not engine.weights_intact()
     engine.post_process()
@@ -109,15 +113,54 @@ def test_a_release_refuses_new_receives_before_it_looks_for_old_ones(
     updater = SimpleNamespace(scheduler=scheduler)
 
     def release(updater: Any, request: Any) -> str:
+        scheduler.weight_updater.offload_tags.update(request.tags)
         return "released"
+
+    def resume(updater: Any, request: Any) -> str:
+        scheduler.weight_updater.offload_tags.difference_update(request.tags)
+        return "resumed"
 
     assert hooks._release(release, updater, SimpleNamespace(tags=["kv_cache"])) == "released"
     assert (seen, engine.resident()) == ([], True)
     assert hooks._release(release, updater, SimpleNamespace(tags=["weights"])) == "released"
     assert (seen, engine.resident()) == ([False], False)
-    assert hooks._resume(release, updater, SimpleNamespace(tags=None)) == "released"
+    assert hooks._resume(resume, updater, SimpleNamespace(tags=None)) == "resumed"
     assert engine.resident()
     assert not engine.weights_intact()
+
+
+def test_what_is_released_or_resumed_already_does_not_end_the_scheduler(
+    scheduler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver released what another one had released in the meantime, and SGLang's scheduler ended: a driver knows
+    only what went through itself."""
+    from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Updater
+
+    engine = live(scheduler, version=1)
+    worker = SimpleNamespace(live=engine, await_quiet=lambda: None)
+    monkeypatch.setattr(hooks, "worker_of", lambda scheduler: worker)
+    away: set[str] = scheduler.weight_updater.offload_tags
+    saver = SimpleNamespace(pause=lambda tag: paused.append(tag), resume=lambda tag: paused.remove(tag))
+    paused: list[str] = []
+    updater: Any = SimpleNamespace(
+        scheduler=scheduler,
+        offload_tags=away,
+        is_fully_idle=lambda ignore_waiting: True,
+        memory_saver_adapter=saver,
+        flush_cache=lambda: None,
+    )
+    monkeypatch.setattr("torch.get_device_module", lambda: SimpleNamespace(synchronize=lambda: None))
+    release, resume = Updater.release_memory_occupation, Updater.resume_memory_occupation
+    for _ in range(2):
+        hooks._release(release, updater, ReleaseMemoryOccupationReqInput(tags=["kv_cache"]))
+        assert paused == ["kv_cache"]
+    hooks._release(release, updater, ReleaseMemoryOccupationReqInput(tags=["kv_cache", "cuda_graph"]))
+    assert paused == ["kv_cache", "cuda_graph"]
+    for _ in range(2):
+        hooks._resume(resume, updater, ResumeMemoryOccupationReqInput(tags=None))
+        assert (paused, away) == ([], set())
+    assert engine.weights_intact()
 
 
 def test_a_scheduler_that_works_is_not_taken_for_one_at_rest(scheduler: Any) -> None:

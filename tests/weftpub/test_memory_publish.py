@@ -110,6 +110,26 @@ def test_a_publish_of_shared_experts_moves_only_the_rest(build: Any) -> None:
             pair.store.begin(version + 1)
 
 
+def test_an_engine_says_where_its_experts_lie_while_its_own_memory_is_away(
+    build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer that had ended between release and publish was followed by one that could not plan."""
+    pair = build()
+    places = pair.side.describe().settings["shared_memory"]
+    assert places
+    own = pair.engine.describe()
+
+    def refuse(engine: FakeEngine) -> Any:
+        raise StateError("the memory of its weights is released")
+
+    pair.engine.holds_memory = False
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeEngine, "live_tensors", refuse)
+        patch.setattr(pair.engine, "describe", lambda: own)
+        assert pair.side.describe().settings["shared_memory"] == places
+    pair.engine.holds_memory = True
+
+
 def test_what_is_shared_and_what_is_shown_where_it_is_go_in_one_chunk(build: Any) -> None:
     """Two chunks, one after the other, cost a millisecond of round trips, as much as reading four gigabytes."""
     pair = build((1,))

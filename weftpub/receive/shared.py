@@ -36,16 +36,17 @@ class SharedEngineSide:
         self.engine = engine
         self.memory = memory
         self._here = process_identity()  # asked for at every reply
+        self._places: dict[str, Any] = {}
 
     def describe(self) -> EngineDescription:
         """The engine's own words, and where its parameters lie in shared memory."""
         description = self.engine.describe()
-        places: dict[str, Any] = {}
-        for name, tensor in self.engine.live_tensors().items():
-            offset = self.memory.offset_of(tensor)
-            if offset is not None:
-                places[name] = [self.memory.id, offset]
-        return description.model_copy(update={"settings": {**description.settings, SETTINGS_KEY: places}})
+        if (
+            self.engine.resident()
+        ):  # an engine gives no tensors out while it has no memory; what is shared has not moved
+            offsets = {name: self.memory.offset_of(tensor) for name, tensor in self.engine.live_tensors().items()}
+            self._places = {name: [self.memory.id, at] for name, at in offsets.items() if at is not None}
+        return description.model_copy(update={"settings": {**description.settings, SETTINGS_KEY: self._places}})
 
     def live_tensors(self) -> Mapping[str, torch.Tensor]:
         """See `EngineSide`."""

@@ -106,10 +106,12 @@ class ColocatedEngine:
 
         Raises:
             DeadlineError: requests do not end, or the cache cannot be flushed.
-            StateError: a worker says that it does not rest.
+            StateError: a worker says that it does not rest, or a later driver has taken over (every call raises that,
+                with nothing done).
         """
         self._clock = PhaseClock()
         with self._clock.phase("drain"):
+            self._require_present()
             d = self._deadlines
             self._together("drain", d.drain + d.flush + 2 * d.control, lambda m: self._drain_one(m, mode))
             self._publisher.pause()
@@ -124,6 +126,7 @@ class ColocatedEngine:
             DeadlineError: memory did not become free; names the bytes.
         """
         with self._clock.phase("release"):
+            self._require_present()
             d = self._deadlines
             self._together("release", len(tags) * (d.release + d.memory), lambda m: self._release_one(m, tags))
 
@@ -145,6 +148,7 @@ class ColocatedEngine:
             DeadlineError: the memory for the weights does not become free; names the bytes.
         """
         with self._clock.phase("resume_weights"):
+            self._require_present()
             d = self._deadlines
             self._together("resume weights", d.memory + d.resume, self._resume_weights)
         with self._clock.phase("publish"):
@@ -178,6 +182,7 @@ class ColocatedEngine:
             DeadlineError: the memory does not become free; names the bytes.
         """
         with self._clock.phase("resume"):
+            self._require_present()
             d = self._deadlines
             self._together("resume", 2 * (d.memory + d.resume), self._resume_one)
 
@@ -218,6 +223,13 @@ class ColocatedEngine:
             weights=self._members[handle.name].weights,
             behind=max(committed, default=None),
         )
+
+    def _require_present(self) -> None:
+        """StateError, before an engine is touched, if the receivers listen to a later driver by now: what this one
+        paused, released or resumed would be the other one's. Handles are asked first: they see a dead worker at once.
+        """
+        self._together("presence", self._deadlines.control, lambda member: member.handle.weight_version())
+        self._publisher.status()
 
     def _drain_one(self, member: Member, mode: Mode) -> None:
         if member.phase is EnginePhase.SERVING:
@@ -298,8 +310,9 @@ class ColocatedEngine:
     def _bring_back(self, member: Member, tag: str) -> None:
         """Resume one tag, once the memory for it is there: an engine that runs out of memory ends."""
         member.tags.check_resume([tag])
-        for device, freed in member.freed.get(tag, {}).items():
-            needed = max(freed, (member.weights or {}).get(device, 0) if tag == "weights" else 0) + self._spare
+        freed = member.freed.get(tag, {})  # empty if an earlier driver released it
+        for device, weights in (member.weights or {}).items():
+            needed = max(freed.get(device, 0), weights if tag == "weights" else 0) + self._spare
             wait_for_free(
                 needed,
                 device,

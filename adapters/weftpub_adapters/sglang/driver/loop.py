@@ -41,7 +41,7 @@ class LoopThread:
 
         Args:
             peer, phase, seconds, cause: who is waited for, for what, how long, and what it means if it does not come.
-            require_alive: looked at every 0.2 s; what it raises ends the wait.
+            require_alive: looked at first and every 0.2 s; what it raises ends the wait.
 
         Raises:
             DeadlineError: it took too long; it is cancelled. Otherwise what the coroutine raises.
@@ -49,6 +49,12 @@ class LoopThread:
         if self._loop.is_closed() or not self._thread.is_alive():
             work.close()
             raise StateError(f"{peer}: its handle is shut down; make another")
+        if require_alive is not None:
+            try:
+                require_alive()  # some calls are answered without the workers
+            except BaseException:
+                work.close()
+                raise
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         deadline = Deadline(peer, phase, seconds)
         try:

@@ -36,6 +36,7 @@ __all__ = ["register"]
 logger = logging.getLogger(__name__)
 
 _SCHEDULER = "sglang.srt.managers.scheduler"
+_WEIGHTS = "weights"
 _REST_S = 0.0002  # what a control call may wait longer for a paused scheduler
 
 
@@ -99,19 +100,35 @@ def _stop(original: Callable[..., Any], updater: Any, request: Any) -> Any:
 def _release(original: Callable[..., Any], updater: Any, request: Any) -> Any:
     scheduler = updater.scheduler
     worker = worker_of(scheduler)
-    if worker is not None:
-        if _concerns_weights(request.tags):
-            worker.live.memory_released()  # first: a receive that begins now is refused, or is seen and waited for
-            worker.await_quiet()
-        while scheduler._engine_paused and scheduler.grammar_manager.has_waiting_grammars():
-            _admit_grammars(scheduler)  # one that came since the flush would end the scheduler by an assertion
+    if worker is None:
+        return original(updater, request)
+    from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqOutput
+
+    request.tags = [tag for tag in _tags_of(request) if tag not in scheduler.weight_updater.offload_tags]
+    if not request.tags:
+        logger.warning("weftpub: a release of memory that is away already changes nothing")
+        return ReleaseMemoryOccupationReqOutput()
+    if _WEIGHTS in request.tags:
+        worker.live.memory_released()  # first: a receive that begins now is refused, or is seen and waited for
+        worker.await_quiet()
+    while scheduler._engine_paused and scheduler.grammar_manager.has_waiting_grammars():
+        _admit_grammars(scheduler)  # one that came since the flush would end the scheduler by an assertion
     return original(updater, request)
 
 
 def _resume(original: Callable[..., Any], updater: Any, request: Any) -> Any:
+    scheduler = updater.scheduler
+    worker = worker_of(scheduler)
+    if worker is None:
+        return original(updater, request)
+    from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqOutput
+
+    request.tags = [tag for tag in _tags_of(request) if tag in scheduler.weight_updater.offload_tags]
+    if not request.tags:
+        logger.warning("weftpub: a resume of memory that is not away changes nothing")
+        return ResumeMemoryOccupationReqOutput()
     output = original(updater, request)
-    worker = worker_of(updater.scheduler)
-    if worker is not None and _concerns_weights(request.tags):
+    if _WEIGHTS in request.tags:
         worker.live.memory_resumed()
     return output
 
@@ -152,8 +169,15 @@ def _admit_grammars(scheduler: Any) -> None:
             scheduler._add_request_to_queue(request)
 
 
-def _concerns_weights(tags: list[str] | None) -> bool:
-    return not tags or "weights" in tags
+def _tags_of(request: Any) -> list[str]:
+    """What a release or resume names, each once; SGLang takes none for all.
+
+    SGLang ends its scheduler over a tag that is released twice, or resumed without having been released. A driver
+    refuses both, but knows only what went through itself; the hooks leave out what is done already.
+    """
+    from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
+
+    return list(dict.fromkeys(request.tags or GPU_MEMORY_ALL_TYPES))
 
 
 _HOOKS: dict[str, Callable[..., Any]] = {

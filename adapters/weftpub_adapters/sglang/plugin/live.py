@@ -94,8 +94,10 @@ class LiveEngine:
         return Readiness(self.why_not(), resting=bool(self._scheduler._engine_paused))
 
     def describe(self) -> EngineDescription:
-        """This rank as it is now; StateError while its memory is released, ConfigError if it cannot be published to."""
-        self._require_resident("describe")
+        """This rank as it is now; ConfigError if it cannot be published to.
+
+        Layouts are there without their memory, too: a driver that was restarted while it is away learns so from this.
+        """
         found = describe_live(self._model, hf_config=self._hf_config, engine=self._settings.engine, rank=self._rank)
         self._placement = found.placement
         plugin = {
