@@ -178,6 +178,33 @@ def test_workers_that_rest_are_told_apart_from_those_that_refuse(server: Server,
         engine.resting()
 
 
+@pytest.mark.parametrize(
+    ("kind", "data", "words"),
+    [
+        ("text/html", b"<html>Welcome</html>", "text instead of JSON, so not by SGLang: '<html>Welcome"),
+        ("application/json", b'{"weight_version": ', "broken JSON"),
+        ("application/json", b"\xff\xfe", "broken JSON"),
+        ("application/octet-stream", b"\xff\xfe\x00", "text instead of JSON"),
+    ],
+)
+def test_an_answer_that_is_not_sglangs_is_an_error_of_the_engine(
+    server: Server, engine: HttpEngine, monkeypatch: pytest.MonkeyPatch, kind: str, data: bytes, words: str
+) -> None:
+    """A proxy's page with status 200 passed for a pause, and half an answer raised what no driver expects."""
+
+    def answer(handler: Any, _: Any) -> None:
+        handler.send_response(200)
+        handler.send_header("Content-Type", kind)
+        handler.send_header("Content-Length", str(len(data)))
+        handler.end_headers()
+        handler.wfile.write(data)
+
+    monkeypatch.setattr(server, "_answer", answer)
+    for call in (engine.weight_version, engine.server_info, lambda: engine.release(["weights"])):
+        with pytest.raises(ChannelError, match=words):
+            call()
+
+
 def test_a_server_that_is_gone_is_named(server: Server, engine: HttpEngine) -> None:
     server.close()
     with pytest.raises(ChannelError, match=rf"engine sglang at {server.url}: model_info got no answer"):
@@ -217,6 +244,9 @@ def test_settings_count_only_from_a_file_of_ones_own(tmp_path: Path) -> None:
         ReceiverSettings.read(tmp_path / "s")
     with pytest.raises(ConfigError, match="engine"):
         ReceiverSettings.checked(run_id="run", engine="a b")
+    with pytest.raises(ChannelError, match="no such folder"):
+        ReceiverSettings.read(tmp_path / "made" / "by" / "request")
+    assert not (tmp_path / "made").exists()
 
 
 class Slow:

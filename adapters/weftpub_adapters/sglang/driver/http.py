@@ -4,6 +4,7 @@ The server must have the plugin installed and run as the same user: the sockets 
 that user can enter. A server may ask for a key, and for another one where it is told what to do.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -128,6 +129,11 @@ class HttpEngine(BaseEngine):
     def _checked(self, path: str, status: int, answer: Any, *, accepted: tuple[int, ...]) -> Mapping[str, Any]:
         if status not in accepted:
             raise ChannelError(f"{self.where}: {path} was answered with status {status}: {str(answer)[:500]}")
+        if answer and isinstance(answer, str):
+            raise ChannelError(
+                f"{self.where}: {path} was answered with text instead of JSON, so not by SGLang: {answer[:200]!r}; is "
+                "another server, or a proxy, at this address?"
+            )
         return answer if isinstance(answer, Mapping) else {}
 
     def _key_for(self, path: str) -> tuple[str, str | None]:
@@ -148,7 +154,7 @@ class HttpEngine(BaseEngine):
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         try:
             async with self._client.request(method, f"{self.url}/{path}", json=body, headers=headers) as response:
-                text = await response.text()
+                text = await response.text("utf-8", errors="replace")
                 if response.status in _REFUSALS:
                     fault = "asks for a key" if key is None else f"does not know the {name} it was given"
                     raise ChannelError(
@@ -157,7 +163,9 @@ class HttpEngine(BaseEngine):
                     )
                 if not text or response.content_type != "application/json":
                     return response.status, text
-                return response.status, await response.json()
+                return response.status, json.loads(text)
+        except ValueError as error:
+            raise ChannelError(f"{self.where}: {path} was answered with broken JSON ({error}): {text[:200]}") from error
         except aiohttp.ClientError as error:
             raise ChannelError(
                 f"{self.where}: {path} got no answer ({type(error).__name__}: {error}); has the server ended?"

@@ -11,6 +11,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from weftpub.channel import unix_address
+from weftpub.channel.address import check_address
 from weftpub.errors import ChannelError, ConfigError
 from weftpub.wire.messages import RUN_ID_PATTERN
 
@@ -73,8 +74,8 @@ class ReceiverSettings(BaseModel):
     @classmethod
     def read(cls, directory: str | os.PathLike[str]) -> "ReceiverSettings":
         """The settings in a folder; ChannelError if folder or file belong to somebody else, or hold something else."""
-        unix_address(directory, _FILE)
         path = Path(directory).absolute() / _FILE
+        check_address(f"ipc://{path}", None)  # makes nothing: the name of the folder came through SGLang's own doors
         try:
             with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), encoding="utf-8") as file:
                 facts = os.fstat(file.fileno())
