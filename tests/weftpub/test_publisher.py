@@ -17,7 +17,7 @@ from publish_world import FakeEngine, World, assert_serves
 
 import weftpub.wire.messages as m
 import weftpub_kernels
-from weftpub.channel import Deadline, Deadlines
+from weftpub.channel import Deadline, Deadlines, unix_address
 from weftpub.errors import (
     ChannelError,
     CheckpointError,
@@ -702,3 +702,41 @@ def test_sha256_that_differ_are_named() -> None:
         compare_sha256({0: table}, {0: other}, [{"0": same}])
     with pytest.raises(ChecksumError, match="returned 5 sha256 for its 6 pieces"):
         compare_sha256({0: table}, {0: same[1:]}, [{"0": same}])
+
+
+def test_receivers_that_are_not_there_are_waited_for_together(tmp_path: Path) -> None:
+    """An engine of eight ranks had not been started, and a greeting took eight deadlines: each began to be waited for
+    when the one before had been given up."""
+    peers = [Peer(rank, unix_address(tmp_path / "s", f"r{rank}"), "engine0") for rank in range(8)]
+    asked = Observer("run", peers, deadlines=Deadlines.all(1.0))
+    ended = threading.Event()
+    errors: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            asked.status()
+        except DeadlineError as error:
+            errors.append(error)
+        asked.close()
+        ended.set()
+
+    threading.Thread(target=ask, daemon=True).start()
+    assert ended.wait(5.0), "eight receivers were waited for one after the other"
+    assert "nobody listens" in str(errors[0])
+    assert len(errors[0].__notes__) == 7
+
+
+def test_a_receiver_that_is_there_has_all_of_its_time_behind_one_that_is_not(room: Room) -> None:
+    room.engines[1].hang_in["describe"] = 0.5
+    absent = Peer(0, unix_address(room.folder / "s", "absent"), "engine0")
+    here = local_identity()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    links = [PeerLink(peer, "run", "a" * 16, here, context) for peer in (absent, room.peers[1])]
+    hello = {"role": "observer", "started_ns": 1, "identity": here}
+    exchange({links[1]: (m.Hello, hello)}, "hello", 10.0)
+    replies, faults = exchange(dict.fromkeys(links, (m.Describe, {})), "describe", 1.0)
+    assert list(replies) == [links[1]]
+    assert list(faults) == [links[0]]
+    for link in links:
+        link.close()
+    context.term()

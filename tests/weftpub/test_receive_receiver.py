@@ -436,9 +436,11 @@ def test_listed_chunks_are_checked(receiving: Driver, layout: m.ListedLayout, wo
     assert receiving.state is S.RECEIVING
 
 
-def test_a_piece_beyond_its_allocation_is_refused_and_tears_nothing_else(receiving: Driver) -> None:
+@pytest.mark.parametrize("offset", [1 << 40, -1, (1 << 63) - 1])
+def test_a_piece_beyond_its_allocation_is_refused_and_tears_nothing_else(receiving: Driver, offset: int) -> None:
+    """An offset near the largest integer passed for one inside: its end is beyond that integer, and negative."""
     with pytest.raises(TransportError, match="not inside the offered"):
-        receiving.chunk(0, layout=listed([0], [0], [1 << 40]))
+        receiving.chunk(0, layout=listed([0], [0], [offset]))
 
 
 def test_a_piece_that_arrives_twice(receiving: Driver) -> None:
@@ -488,6 +490,27 @@ def test_versions_do_not_go_back_by_themselves(driver: Driver) -> None:
     driver.commit()
     driver.ask(m.Resume)
     assert_serves(driver.engine, 4)
+
+
+def test_a_version_that_was_lost_is_not_gone_behind_by_itself(driver: Driver) -> None:
+    """A torn engine took any version: the one publish in which nobody looked at its number."""
+    driver.publish(5)
+    driver.ask(m.Pause)
+    driver.begin(6)
+    driver.chunk(0)
+    driver.ask(m.Abort, reason="the trainer raised")
+    assert driver.state is S.TORN
+    with pytest.raises(StateError, match="older than version 5, which the engine lost; set allow_rollback"):
+        driver.begin(4)
+    driver.publish(5)
+    assert_serves(driver.engine, 5)
+
+
+def test_a_take_over_counts_against_publishers_that_have_not_greeted_yet(driver: Driver) -> None:
+    driver.hello("a" * 16, started_ns=30)  # take_over() of the present one
+    with pytest.raises(StateError, match="this one is stale"):
+        driver.hello("e" * 16, started_ns=20)
+    driver.hello("e" * 16, started_ns=31)
 
 
 def test_a_later_publisher_takes_over(receiving: Driver) -> None:

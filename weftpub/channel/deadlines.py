@@ -22,8 +22,6 @@ class Deadlines:
         commit: until it has committed.
         resume: until it serves.
         group: how long one sender rank waits for another.
-        silence: how long a receiver waits, in the middle of a publish, for the next word of its publisher before it
-            takes it for dead.
     """
 
     hello: float = 30.0
@@ -35,7 +33,6 @@ class Deadlines:
     commit: float = 60.0
     resume: float = 120.0
     group: float = 300.0
-    silence: float = 180.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

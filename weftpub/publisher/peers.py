@@ -254,11 +254,14 @@ def exchange(
     faults: dict[PeerLink, WeftpubError] = {}
     waits: dict[PeerLink, tuple[int, Deadline]] = {}
     patience = Deadline("", phase, _RESTART_S)
+    # All have as long to be in reach, from here on: one that is not must not make the others' time begin later.
+    deadlines = {link: Deadline(link.label, phase, seconds) for link in requests}
     for link, (kind, fields) in requests.items():
-        deadline = Deadline(link.label, phase, seconds)
+        deadline = deadlines[link]
         if posted is not None and link in posted:
             reply = link.due(posted[link])
             if reply is None:
+                deadline.restart()
                 waits[link] = posted[link], deadline
             elif isinstance(reply, m.Failed):
                 faults[link] = link.error_of(reply)
@@ -269,6 +272,7 @@ def exchange(
             link.renew()
         try:
             waits[link] = link.post(kind, deadline, patience, **fields), deadline
+            deadline.restart()
         except WeftpubError as error:
             faults[link] = error
     if meanwhile is not None:

@@ -165,7 +165,7 @@ class Publisher:
         """Put a version into every engine.
 
         Args:
-            version: its number from 0, not below the version that an engine holds.
+            version: its number from 0, not below the version that an engine holds, or lost.
             sources: this rank's tensors, by canonical name. Nothing may write to them until this returns.
             checksums: checksums that are known already (the quantizer emits them), by canonical name, of whole local
                 tensors, all of them in `sources`. The others are computed.

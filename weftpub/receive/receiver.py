@@ -197,6 +197,8 @@ class Receiver:
                 self._give_up(f"another publisher took over in the middle of version {self._state.incoming}")
             self._close_transports()
             self._session = _Session(request.session, request.started_ns)
+        else:  # its `take_over` counts against publishers that have not greeted yet, too
+            present.started_ns = max(present.started_ns, request.started_ns)
         self._heard = time.monotonic()
         return self._welcome(request)
 
@@ -286,11 +288,12 @@ class Receiver:
                 f"version {request.version} follows plan {request.plan_digest[:12]}, which this receiver does not "
                 "have; send the plan first"
             )
-        held = self._state.held
-        if held is not None and request.version < held and not request.allow_rollback:
+        held, lost = self._state.held, self._state.lost
+        newest = lost if held is None else held
+        if newest is not None and request.version < newest and not request.allow_rollback:
             raise StateError(
-                f"version {request.version} is older than version {held}, which the engine holds; set allow_rollback "
-                "to go back"
+                f"version {request.version} is older than version {newest}, which the engine "
+                f"{'lost' if held is None else 'holds'}; set allow_rollback to go back"
             )
         if self._state.state is EngineState.VERIFIED:
             self._tear(

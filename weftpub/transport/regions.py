@@ -113,7 +113,8 @@ class CopyTable:
             name, reach = self._names[copies[outside[0], _TENSOR]], here.reaches[copies[outside[0], _TENSOR]]
             raise TransportError(f"{name}: byte {self._ends[outside[0]]} was planned, the tensor has {reach}")
         offered = there.reaches[copies[:, _BUFFER]]
-        outside = np.flatnonzero((self._stops > offered) | (copies[:, _POSITION] < 0))
+        # A position near the largest integer has a stop beyond it, which is negative.
+        outside = np.flatnonzero((self._stops > offered) | (copies[:, _POSITION] < 0) | (self._stops < 0))
         if len(outside):
             first = outside[0]
             raise TransportError(
