@@ -5,6 +5,7 @@ stretches, optimizer settings, minibatches and checkpoints on disk.
 import json
 import math
 from collections.abc import Sequence as Many
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from weftmoe.grpo import Microbatch, Sequence, SequenceSums, group_advantages, m
 from weftmoe.loop import checkpoint
 from weftmoe.loop import trainer as trainer_module
 from weftmoe.loop.collect import Collector
-from weftmoe.loop.model import config_fields
+from weftmoe.loop.model import config_fields, join_world
 from weftmoe.loop.optimizer import learning_rate, optimizer_fields
 from weftmoe.loop.prompts import EncodedPrompt, stop_tokens
 from weftmoe.loop.ranks import Ranks
@@ -516,6 +517,22 @@ def test_ranks_agree_on_the_number_of_microbatches_before_they_compute_one(monke
     assert asked == [1], "the ranks agree before anyone computes"
     assert not first.sequences[0].placeholder
     assert [batch.sequences[0].placeholder for batch in batches] == [True, True]
+
+
+def test_ranks_wait_for_the_first_as_long_as_it_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 draws the completions, and may take an hour a round. The others waited in a broadcast, where torch's half
+    an hour ended the run in the middle of a long rollout."""
+    made: list[timedelta] = []
+    dist = torch.distributed
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, *, timeout: made.append(timeout))
+    for extra in ((), ("algorithm.dynamic_sampling=true", "algorithm.max_resamples=9")):
+        join_world(composed.load("fp8", overrides=list(extra)), torch.device("cuda"))
+    one, ten = (timeout.total_seconds() for timeout in made)
+    rollout = composed.load("fp8").rollout
+    assert one > rollout.generate_timeout
+    assert ten > 10 * rollout.generate_timeout
 
 
 # Checkpoints on disk.

@@ -1,6 +1,8 @@
 """Builds the Megatron-core model of a run: TransformerEngine's layers on GPUs, the local spec elsewhere."""
 
+import math
 import os
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -11,6 +13,9 @@ from weftpub_adapters.megatron import Qwen3MoeFields, base_settings
 from weftpub_demo import cpu_megatron
 
 __all__ = ["build_model", "config_fields", "initialize", "join_world", "prepare_process"]
+
+# A checkpoint of some hundred gigabytes is downloaded by rank 0, which the others wait for.
+_DOWNLOAD_S = 4 * 3600.0
 
 
 def prepare_process(settings: Settings) -> torch.device:
@@ -40,15 +45,25 @@ def join_world(settings: Settings, device: torch.device) -> None:
     """The default process group; a process that no launcher started is a world of one. May be called again.
 
     Several ranks exchange plain data over gloo, so that NCCL's communicators hold no memory before training needs them.
+    What rank 0 does alone may take longer than torch's half an hour; a rank that died is torchrun's to notice.
     """
     dist = torch.distributed
     if dist.is_initialized():
         return
     backend = "gloo" if device.type == "cpu" else "nccl" if settings.cluster.world == 1 else "cpu:gloo,cuda:nccl"
     if dist.is_torchelastic_launched():
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=_longest_wait(settings))
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _longest_wait(settings: Settings) -> timedelta:
+    """For rank 0's files, or for it to draw and judge all completions of a step, in as many rounds as it may take."""
+    algorithm, reward = settings.algorithm, settings.reward
+    rounds = 1 + (algorithm.max_resamples if algorithm.dynamic_sampling else 0)
+    turns = math.ceil(algorithm.prompts * algorithm.completions / reward.workers)
+    judging = turns * (3 * reward.timeout + 2)
+    return timedelta(seconds=max(_DOWNLOAD_S, rounds * (settings.rollout.generate_timeout + judging)))
 
 
 def initialize(settings: Settings, device: torch.device) -> None:
