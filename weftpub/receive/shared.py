@@ -41,9 +41,7 @@ class SharedEngineSide:
     def describe(self) -> EngineDescription:
         """The engine's own words, and where its parameters lie in shared memory."""
         description = self.engine.describe()
-        if (
-            self.engine.resident()
-        ):  # an engine gives no tensors out while it has no memory; what is shared has not moved
+        if self.engine.resident():  # an engine without its memory gives no tensors out; what is shared does not move
             offsets = {name: self.memory.offset_of(tensor) for name, tensor in self.engine.live_tensors().items()}
             self._places = {name: [self.memory.id, at] for name, at in offsets.items() if at is not None}
         return description.model_copy(update={"settings": {**description.settings, SETTINGS_KEY: self._places}})
