@@ -2,6 +2,7 @@
 
 settings.yaml    the resolved settings, which every rank reads
 run.lock         held while the run goes on
+before-1, ...    what runs wrote that were given up: a start with `checkpoint.resume` false sets it aside
 """
 
 import fcntl
@@ -16,6 +17,8 @@ from weftpub.errors import ConfigError
 
 __all__ = ["claim", "differences", "settings_path"]
 
+# What a run leaves behind for the next start or for a reader.
+_LEFT = ("checkpoints", "steps.jsonl", "tensorboard", "wandb")
 # What may change between two starts of one run: it says how it runs, and not what it computes.
 _FREE = ("steps", "out", "checkpoint", "telemetry", "reward.workers", "reward.timeout", "rollout.ready_timeout")
 
@@ -49,6 +52,8 @@ def claim(settings: Settings, node_rank: int = 0) -> int | None:
     lock = _lock(settings.out / "run.lock")
     try:
         _require_same(settings, path)
+        if not settings.checkpoint.resume:
+            _set_aside(settings.out)
         composed.write(settings, path)
     except BaseException:
         os.close(lock)
@@ -86,6 +91,22 @@ def _lock(path: Path) -> int:
         raise ConfigError(f"another run is at work in {path.parent}; choose another --out, or wait") from None
     os.set_inheritable(descriptor, True)
     return descriptor
+
+
+def _set_aside(out: Path) -> None:
+    """Move what an earlier run left: a new one would drop its own checkpoints as older than those, its next start would
+    resume the run that was given up, and its log would go on with the other's steps.
+    """
+    left = [out / name for name in _LEFT if (out / name).exists()]
+    if not left:
+        return
+    number = 1
+    while (out / f"before-{number}").exists():
+        number += 1
+    folder = out / f"before-{number}"
+    folder.mkdir()
+    for path in left:
+        path.rename(folder / path.name)
 
 
 def _began(out: Path) -> bool:

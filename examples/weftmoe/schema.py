@@ -330,7 +330,9 @@ class Publish(_Block):
 
 
 class Checkpoint(_Block):
-    """Saving. `save` is "off" or a number of steps; the newest `keep` stay. `resume` takes up what lies in `out`."""
+    """Saving. `save` is "off" or a number of steps; the newest `keep` stay. `resume` takes up what lies in `out`;
+    false sets it aside there and starts anew, at every start.
+    """
 
     save: SaveEvery = 20
     keep: Positive = 2

@@ -269,6 +269,30 @@ def test_a_run_is_resumed_as_what_it_was_begun(tmp_path: Path) -> None:
     os.close(begun("optimizer.lr=3e-4", "checkpoint.resume=false"))
 
 
+def test_a_run_that_starts_anew_sets_aside_what_was_there(tmp_path: Path) -> None:
+    """A run was begun anew in the directory of one that had come to step 50. Its checkpoints of steps 10 and 20 were
+    deleted as the oldest, and its next start went on from the other run's step 50."""
+
+    def start(*overrides: str) -> None:
+        lock = claim(composed.load("fp8", smoke="cpu", overrides=[f"out={tmp_path}", *overrides]))
+        assert lock is not None
+        os.close(lock)
+
+    for times in (1, 2):
+        (tmp_path / "checkpoints" / f"step-0000{times}0").mkdir(parents=True)
+        (tmp_path / "steps.jsonl").write_text("{}\n", encoding="utf-8")
+        start()
+        assert (tmp_path / "steps.jsonl").exists(), "a resumed run keeps what is there"
+        start("checkpoint.resume=false")
+        assert not (tmp_path / "checkpoints").exists()
+        assert not (tmp_path / "steps.jsonl").exists()
+        aside = tmp_path / f"before-{times}"
+        assert sorted(path.name for path in aside.iterdir()) == ["checkpoints", "steps.jsonl"]
+        assert (aside / "checkpoints" / f"step-0000{times}0").is_dir()
+    start("checkpoint.resume=false")
+    assert not (tmp_path / "before-3").exists(), "nothing was there"
+
+
 def test_the_baseline_does_not_send_one_rank_of_several() -> None:
     """SGLang's own update takes one process's tensors: the other ranks' experts would stay old, silently."""
     from weftmoe.launch import require_driven
