@@ -1,5 +1,5 @@
-"""How SGLang engines are started by the GPU scripts: dummy weights, Triton kernels, no radix cache (its library is built
-for another torch), no sampling or grammar library, and memory that can be released."""
+"""How the GPU scripts start SGLang engines: dummy weights, Triton kernels, no radix cache (its library is built for
+another torch), no sampling or grammar library, and memory that can be released."""
 
 from typing import Any
 
