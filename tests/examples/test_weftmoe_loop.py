@@ -142,6 +142,27 @@ def test_dynamic_sampling_draws_more_prompts(tmp_path: Path) -> None:
     assert len({request.seed for round in oracle.requests for request in round}) == 36
 
 
+def test_dynamic_sampling_asks_whether_answers_are_right_and_not_how_long_they_are(tmp_path: Path) -> None:
+    """With the punishment of long answers the rewards of a group that was wrong throughout differed. It was kept, and
+    what it taught was to be wrong in few words."""
+    on = ("algorithm.dynamic_sampling=true", "algorithm.max_resamples=0")
+    punished = ("data.max_prompt_tokens=2", "algorithm.overlong_tokens=90")
+    made, oracle, _ = collector(tmp_path, [0, 1, 3, 2], *on, *punished)
+    generate = oracle.generate
+
+    def of_many_lengths(requests: Many[Request]) -> list[Sample]:
+        cut = [((s.tokens * 90)[: 90 - 5 * n], s) for n, s in enumerate(generate(requests))]
+        return [Sample(tokens, (-1.0,) * len(tokens), s.finish, s.spans) for tokens, s in cut]
+
+    judge = made._rewarder.judge
+    right = iter([0, 0, 0, 1, 0, 0, 1, 1, 1, 1, 1, 0])
+    made._rewarder.judge = lambda jobs: ([float(next(right)) for _ in jobs], judge(jobs)[1])  # type: ignore[method-assign]
+    oracle.generate = of_many_lengths  # type: ignore[method-assign]
+    found = made.collect(1, oracle, Timers())
+    assert found is not None
+    assert (found.kept, found.dropped) == (2, 2)
+
+
 def test_a_step_without_information_says_so(tmp_path: Path) -> None:
     """Every group was all wrong. A run reported that its completions came from no version, and asked about other
     publishers."""

@@ -59,12 +59,19 @@ class Collected:
 
 @dataclass(frozen=True)
 class _Group:
-    """One prompt's completions."""
+    """One prompt's completions: `rewards` of the task alone, `judged` with the punishment of long ones."""
 
     encoded: EncodedPrompt
     samples: tuple[Sample, ...]
     rewards: tuple[float, ...]
     judged: GroupRewards
+
+    @property
+    def task(self) -> GroupRewards:
+        """What dynamic sampling looks at: DAPO wants groups of which some are right and some wrong (eq. 11), and one
+        that is wrong throughout would teach nothing but shortness.
+        """
+        return group_advantages(self.rewards)
 
 
 class Collector:
@@ -122,7 +129,7 @@ class Collector:
                 advance(sum(len(group.samples) for group in found))
                 groups += found
                 verdicts.update(outcomes)
-            chosen = select_groups([group.judged for group in groups], algorithm.prompts, dynamic, rounds)
+            chosen = select_groups([group.task for group in groups], algorithm.prompts, dynamic, rounds)
             if chosen.complete or exhausted:
                 break
         if not chosen.kept:
