@@ -6,6 +6,7 @@ import itertools
 import multiprocessing as mp
 import os
 import signal
+import threading
 import time
 from collections.abc import Generator
 from pathlib import Path
@@ -151,6 +152,26 @@ def test_a_receiver_that_is_dead_before_the_greeting(
     with make_publisher(remotes, tmp_path) as later:
         later.publish(113, WORLD.sources(0, 113))
     check_all(remotes, 113)
+
+
+def test_a_receiver_that_dies_before_it_answers_the_greeting(
+    remotes: list[RemoteEngine], publisher: Publisher, tmp_path: Path
+) -> None:
+    """A receiver had taken the greeting and was killed before it answered. Nobody was greeted yet, so nobody was known
+    to have died, and the publisher waited until its deadline for a process that "exists but does not answer"."""
+    publisher.publish(121, WORLD.sources(0, 121))
+    dead = remotes[1].process.pid
+    assert dead is not None
+    os.kill(dead, signal.SIGSTOP)
+    threading.Timer(0.3, remotes[1].kill).start()
+    start = time.monotonic()
+    with pytest.raises(ChannelError, match=rf"listened there .*pid {dead}\) has ended.*phase hello"):
+        publisher.publish(122, WORLD.sources(0, 122))
+    assert time.monotonic() - start < 10, "the death was only noticed by the deadline"
+    restart(remotes, 1)
+    with make_publisher(remotes, tmp_path) as later:
+        later.publish(123, WORLD.sources(0, 123))
+    check_all(remotes, 123)
 
 
 def restart(remotes: list[RemoteEngine], rank: int) -> None:

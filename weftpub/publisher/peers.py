@@ -107,7 +107,7 @@ class PeerLink:
         while not self.client.try_send(data, min(_SLICE_S, deadline.left)):
             self.require_alive(deadline)
             if patience is not None and patience.passed:
-                self._require_listener(deadline)
+                self.require_listener(deadline)
             if deadline.passed:
                 raise deadline.error(f"nobody listens at {self.peer.address}; has the receiver been started?")
         self._waiting.add(self._number)
@@ -194,7 +194,7 @@ class PeerLink:
                 "it and publish again"
             )
 
-    def _require_listener(self, deadline: Deadline) -> None:
+    def require_listener(self, deadline: Deadline) -> None:
         """ChannelError if the process that listened at the address last is known to have ended."""
         last = listener(socket_path(self.peer.address)) if self.peer.address.startswith("ipc://") else None
         if last is None and self.welcome is not None:
@@ -282,6 +282,8 @@ def exchange(
         for link, (_, deadline) in list(waits.items()):
             try:
                 link.require_alive(deadline)
+                if patience.passed and not link.greeted:
+                    link.require_listener(deadline)
                 if deadline.passed:
                     raise deadline.error("its process exists but does not answer: the engine, or a copy, is stuck")
             except WeftpubError as error:
