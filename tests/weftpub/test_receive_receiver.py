@@ -576,6 +576,25 @@ def test_a_plan_that_forgets_a_tensor_is_refused() -> None:
     Driver(FakeEngine(WORLD, exempt={"rotary.cos": "restored by the engine"}))
 
 
+FIRST = PLAN.moves[0]
+
+
+@pytest.mark.parametrize(
+    ("moves", "words"),
+    [
+        (PLAN.moves[1:], r"gate_proj.weight: the shard .* is written only in part"),
+        ((FIRST, *PLAN.moves), "has elements that are written 2 times"),
+        ((replace(FIRST, recv_start=(128, 0)), *PLAN.moves[1:]), r"a move writes .* at \[128, 0\], which leaves"),
+        ((replace(FIRST, nbytes=FIRST.nbytes + 1), *PLAN.moves[1:]), "does not fit"),
+    ],
+)
+def test_a_plan_that_nobody_checked_is_refused(driver: Driver, moves: Any, words: str) -> None:
+    """A plan that was read from a file, without one move: the engine served the rest of the new version with one old
+    expert, every piece verified, sha256 included."""
+    with pytest.raises(PlanError, match=words):
+        driver.ask(m.SetPlan, part=replace(PLAN, moves=moves).for_receiver(0).to_json())
+
+
 def test_a_plan_for_another_layout_or_rank_is_refused(driver: Driver) -> None:
     with pytest.raises(PlanError, match="have changed since the plan was made"):
         driver.ask(m.SetPlan, part=replace(PLAN, layouts={0: "f" * 64}).for_receiver(0).to_json())

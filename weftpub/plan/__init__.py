@@ -6,7 +6,7 @@ or process group.
 staging buffer.
 """
 
-from weftpub.plan.check import check_plan
+from weftpub.plan.check import check_part, check_plan
 from weftpub.plan.dtypes import dtype_name, torch_dtype
 from weftpub.plan.legal import explain_illegal_tp, legal_ep, legal_tp, require_legal_tp
 from weftpub.plan.make import make_plan
@@ -27,6 +27,7 @@ __all__ = [
     "PlanPart",
     "Shard",
     "ViewSpec",
+    "check_part",
     "check_plan",
     "check_views",
     "cut_pieces",

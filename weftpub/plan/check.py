@@ -14,10 +14,10 @@ from weftpub.errors import PlanError
 from weftpub.plan.boxes import Box, Index, coverage, inside
 from weftpub.plan.dtypes import itemsize
 from weftpub.plan.legal import explain_illegal_tp
-from weftpub.plan.types import SCALE_SUFFIX, Destination, Move, Plan, Shard
+from weftpub.plan.types import SCALE_SUFFIX, Destination, Move, Plan, PlanPart, Shard
 from weftpub.plan.views import ParameterSpec, check_disjoint, check_views, listing
 
-__all__ = ["check_plan"]
+__all__ = ["check_part", "check_plan"]
 
 _FP8 = ("float8_e4m3fn",)
 _EXPERT = re.compile(r"(.*\.experts\.)(\d+)\.")
@@ -61,6 +61,33 @@ def check_plan(
             )
         part = [d for d in plan.destinations if d.shard.rank == rank]
         check_views(part, parameters[rank], (exempt or {}).get(rank, {}))
+
+
+def check_part(part: PlanPart) -> None:
+    """Prove that a receiver's part writes every element of its destinations exactly once, and nothing beside them: what
+    a receiver can see by itself of a plan that nobody may have checked.
+
+    Raises:
+        PlanError: the first fault found, naming the tensor.
+    """
+    boxes: list[list[Box]] = [[] for _ in part.destinations]
+    for move, target in zip(part.moves, part.targets, strict=True):
+        shard = part.destinations[target].shard
+        if (move.name, move.recv_rank) != (shard.name, shard.rank) or shard.rank != part.rank:
+            raise PlanError(
+                f"{move.name}: a move to receiver rank {move.recv_rank} is in the part of rank {part.rank}, where it "
+                f"writes {shard.name} of rank {shard.rank}"
+            )
+        if not inside((move.recv_start, move.shape), shard.shape):
+            raise PlanError(
+                f"{move.name}: a move writes {list(move.shape)} at {list(move.recv_start)}, which leaves the shard "
+                f"{list(shard.shape)} of receiver rank {part.rank}"
+            )
+        _check_size(move, shard)
+        boxes[target].append((move.recv_start, move.shape))
+    for destination, written in zip(part.destinations, boxes, strict=True):
+        _check_place(destination)
+        _check_once(destination.shard, written)
 
 
 type _Sources = Mapping[tuple[str, int], Shard]
@@ -118,13 +145,17 @@ def _check_shards(plan: Plan) -> None:
                     f"{first.dtype} {list(first.global_shape)}; both sides must have one dtype and one whole shape"
                 )
     for destination in plan.destinations:
-        shard, view = destination.shard, destination.view
-        if (view.shape, view.dtype) != (shard.shape, shard.dtype):
-            raise PlanError(
-                f"{shard.name}: its view of {view.param} on receiver rank {shard.rank} is {view.dtype} "
-                f"{list(view.shape)}, "
-                f"the shard is {shard.dtype} {list(shard.shape)}"
-            )
+        _check_place(destination)
+
+
+def _check_place(destination: Destination) -> None:
+    shard, view = destination.shard, destination.view
+    if (view.shape, view.dtype) != (shard.shape, shard.dtype):
+        raise PlanError(
+            f"{shard.name}: its view of {view.param} on receiver rank {shard.rank} is {view.dtype} "
+            f"{list(view.shape)}, "
+            f"the shard is {shard.dtype} {list(shard.shape)}"
+        )
 
 
 def _check_blocks(plan: Plan) -> None:
@@ -197,11 +228,15 @@ def _check_moves(plan: Plan, sources: _Sources, targets: _Targets) -> None:
                 f"{move.send_rank} and writes it as element "
                 f"{list(written)} on receiver rank {move.recv_rank}"
             )
-        if move.dtype != target.dtype or move.nbytes != math.prod(move.shape) * itemsize(move.dtype):
-            raise PlanError(
-                f"{move.name}: a move of {move.dtype} {list(move.shape)} with {move.nbytes} bytes does not fit "
-                f"{target.dtype}"
-            )
+        _check_size(move, target)
+
+
+def _check_size(move: Move, target: Shard) -> None:
+    if move.dtype != target.dtype or move.nbytes != math.prod(move.shape) * itemsize(move.dtype):
+        raise PlanError(
+            f"{move.name}: a move of {move.dtype} {list(move.shape)} with {move.nbytes} bytes does not fit "
+            f"{target.dtype}"
+        )
 
 
 def _check_coverage(plan: Plan, targets: _Targets) -> None:
@@ -210,14 +245,17 @@ def _check_coverage(plan: Plan, targets: _Targets) -> None:
         boxes.setdefault((move.name, move.recv_rank, move.replica), []).append((move.recv_start, move.shape))
     for (name, rank), replicas in targets.items():
         for replica, destination in enumerate(replicas):
-            least, most = coverage(boxes.get((name, rank, replica), []), destination.shard.shape)
-            if (least, most) != (1, 1):
-                fault = "is written only in part" if least == 0 else f"has elements that are written {most} times"
-                raise PlanError(
-                    f"{name}: the shard {list(destination.shard.shape)} at {list(destination.shard.offset)} of "
-                    f"receiver rank {rank} {fault}; "
-                    "every element must be written exactly once"
-                )
+            _check_once(destination.shard, boxes.get((name, rank, replica), []))
+
+
+def _check_once(shard: Shard, written: list[Box]) -> None:
+    least, most = coverage(written, shard.shape)
+    if (least, most) != (1, 1):
+        fault = "is written only in part" if least == 0 else f"has elements that are written {most} times"
+        raise PlanError(
+            f"{shard.name}: the shard {list(shard.shape)} at {list(shard.offset)} of receiver rank {shard.rank} "
+            f"{fault}; every element must be written exactly once"
+        )
 
 
 def _check_whole(plan: Plan) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from weftpub.errors import ChecksumError, PlanError
-from weftpub.plan import PlanPart, check_views, torch_dtype
+from weftpub.plan import PlanPart, check_part, check_views, torch_dtype
 from weftpub.plan.views import listing
 from weftpub.receive.copies import CopyPlans
 from weftpub.transport import CopyTable, FlatTensors
@@ -30,7 +30,7 @@ class BoundPlan:
         live: its live tensors now.
 
     Raises:
-        PlanError: the plan does not fit these parameters.
+        PlanError: the plan does not fit these parameters, or leaves some of them unwritten.
     """
 
     def __init__(self, part: PlanPart, description: EngineDescription, live: Mapping[str, torch.Tensor]) -> None:
@@ -50,6 +50,7 @@ class BoundPlan:
             raise PlanError(
                 f"the engine describes other layouts than its live tensors have: {listing(sorted(differing))}"
             )
+        check_part(part)
         check_views(part.destinations, description.layout(), description.exempt)
         self._expected = {s.name: (s.shape, s.stride, torch_dtype(s.dtype)) for s in self.layout.values()}
         self.names = tuple(dict.fromkeys(destination.view.param for destination in part.destinations))
