@@ -399,11 +399,6 @@ class Process:
         self._process.start()
         there.close()
 
-    @property
-    def pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
-
     def make(self, what: Callable[..., Any], *args: Any) -> "Process":
         """Build the object there."""
         self.send(what, *args)
