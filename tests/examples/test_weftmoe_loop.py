@@ -5,6 +5,7 @@ stretches, optimizer settings, minibatches and checkpoints on disk.
 import json
 import math
 from collections.abc import Sequence as Many
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,15 @@ import torch
 
 from weftmoe import settings as composed
 from weftmoe.data import PromptSampler, read_prompts, write_arithmetic
-from weftmoe.grpo import Microbatch, Sequence, SequenceSums, group_advantages, microbatches
+from weftmoe.grpo import (
+    CorrectionSettings,
+    LossSettings,
+    Microbatch,
+    Sequence,
+    SequenceSums,
+    group_advantages,
+    microbatches,
+)
 from weftmoe.loop import checkpoint
 from weftmoe.loop import trainer as trainer_module
 from weftmoe.loop.collect import Collector
@@ -381,16 +390,57 @@ class Optimizer:
         return True, self.norm, None
 
 
-def updating(monkeypatch: pytest.MonkeyPatch, optimizer: Optimizer) -> Any:
-    """A trainer without a model, whose ranks have nothing to compute."""
+def updating(monkeypatch: pytest.MonkeyPatch, optimizer: Optimizer, batches: Any = lambda *_: iter(())) -> Any:
+    """A trainer without a model; unless `batches` says otherwise it has nothing to compute."""
     distributed = pytest.importorskip("megatron.core.distributed")
     monkeypatch.setattr(distributed, "finalize_model_grads", lambda *_: None)
-    monkeypatch.setattr(MegatronGrpo, "_batches", lambda self, sequences: iter(()))
+    monkeypatch.setattr(MegatronGrpo, "_batches", batches)
     monkeypatch.setattr(MegatronGrpo, "data_parallel", (0, 1))
     trainer: Any = object.__new__(MegatronGrpo)
     trainer._settings = settings("baseline", "adamw", "optimizer.weight_decay=0.1")
-    trainer.ddp, trainer.optimizer = SimpleNamespace(zero_grad_buffer=lambda: None), optimizer
+    trainer.ddp, trainer.optimizer = SimpleNamespace(zero_grad_buffer=lambda: None, no_sync=nullcontext), optimizer
     return trainer
+
+
+def averaged_gradient(monkeypatch: pytest.MonkeyPatch, sequences: Many[Sequence], ranks: int, budget: int) -> Any:
+    """The gradient of the logits of a model without a context, as Megatron leaves it: averaged over the ranks."""
+    logits = torch.linspace(-1.0, 1.0, 12).requires_grad_()
+    for rank in range(ranks):
+        trainer = updating(monkeypatch, Optimizer(norm=1.0), batches=MegatronGrpo._batches)
+        monkeypatch.setattr(MegatronGrpo, "data_parallel", (rank, ranks))
+        trainer._settings = settings("fp8", "muon", f"length.microbatch_tokens={budget}")
+        trainer._ranks = SimpleNamespace(gather=lambda mine: [mine, 7])
+        trainer._correction, trainer._loss = CorrectionSettings(), LossSettings()
+        trainer._log_probabilities = lambda batch: logits.log_softmax(0)[batch.labels]
+        trainer.update(sequences, None, lr=0.5)
+    assert logits.grad is not None
+    return logits.grad / ranks
+
+
+@pytest.mark.parametrize(("ranks", "budget"), [(1, 100), (2, 10000), (4, 100)])
+def test_every_token_counts_the_same_whatever_the_ranks_and_microbatches(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, budget: int
+) -> None:
+    """A mean over each rank's, or each microbatch's, own tokens weighs a token by the company it came in: with
+    completions of unequal lengths that is another gradient. Here the ranks have unequal numbers of tokens and of
+    microbatches, and one of four has nothing but a placeholder."""
+    drawn = torch.Generator().manual_seed(1)
+    sequences = [
+        Sequence(n, (0, *torch.randint(12, (n,), generator=drawn).tolist()), 1, (-2.0,) * n, advantage)
+        for n, advantage in ((3, 1.0), (90, -1.0), (41, 0.5))
+    ]
+    whole = averaged_gradient(monkeypatch, sequences, 1, 10000)
+    found = averaged_gradient(monkeypatch, sequences, ranks, budget)
+    assert whole.abs().max() > 0.01
+    torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-7)
+    # By hand: importance weights are constants, the ratio is one, and a token of n counts one in all tokens.
+    logits = torch.linspace(-1.0, 1.0, 12).requires_grad_()
+    tokens = [(s.advantage, torch.tensor(s.tokens[1:])) for s in sequences]
+    logp = [logits.log_softmax(0)[labels] for _, labels in tokens]
+    kept = [(value.detach() + 2.0).exp().clamp(max=2.0) for value in logp]
+    terms = [(weight * a * value).sum() for (a, _), value, weight in zip(tokens, logp, kept, strict=True)]
+    (-torch.stack(terms).sum() / 134).backward()
+    torch.testing.assert_close(whole, logits.grad, rtol=1e-4, atol=1e-7)
 
 
 def test_vectors_do_not_decay(monkeypatch: pytest.MonkeyPatch) -> None:
