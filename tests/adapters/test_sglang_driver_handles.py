@@ -205,6 +205,13 @@ def test_an_answer_that_is_not_sglangs_is_an_error_of_the_engine(
             call()
 
 
+def test_an_address_that_is_none_is_an_error_of_the_engine() -> None:
+    engine = HttpEngine("nonsense", deadlines=SOON)
+    with pytest.raises(ChannelError, match="engine sglang at nonsense: model_info got no answer"):
+        engine.weight_version()
+    engine.shutdown()
+
+
 def test_a_server_that_is_gone_is_named(server: Server, engine: HttpEngine) -> None:
     server.close()
     with pytest.raises(ChannelError, match=rf"engine sglang at {server.url}: model_info got no answer"):

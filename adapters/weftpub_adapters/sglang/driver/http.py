@@ -164,9 +164,9 @@ class HttpEngine(BaseEngine):
                 if not text or response.content_type != "application/json":
                     return response.status, text
                 return response.status, json.loads(text)
-        except ValueError as error:
-            raise ChannelError(f"{self.where}: {path} was answered with broken JSON ({error}): {text[:200]}") from error
         except aiohttp.ClientError as error:
             raise ChannelError(
                 f"{self.where}: {path} got no answer ({type(error).__name__}: {error}); has the server ended?"
             ) from error
+        except ValueError as error:  # after ClientError: an address that is none is both
+            raise ChannelError(f"{self.where}: {path} was answered with broken JSON ({error}): {text[:200]}") from error
