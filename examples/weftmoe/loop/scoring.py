@@ -65,7 +65,7 @@ def _processor(chunk_tokens: int, temperature: float) -> Callable[..., torch.Ten
         def one(hidden: torch.Tensor, first: int) -> torch.Tensor:
             logits, _ = output_layer(hidden, weight=output_weight, runtime_gather_output=False)
             if temperature != 1.0:
-                logits = logits / temperature
+                logits = logits.float() / temperature
             return -compute_language_model_loss(labels[:, _places(first, len(hidden), here, parts)], logits)
 
         if chunk >= here:
