@@ -101,6 +101,8 @@ def sources(variant: str, model: str, length: str, optimizer: str, smoke: SmokeP
     _require("optimizer", optimizer, OPTIMIZERS)
     name = model.rstrip("/").rpartition("/")[2].lower()
     if not Path(model).is_dir():
+        if _is_path(model):
+            raise ConfigError(f"model {model!r}: there is no such directory; or name one of {', '.join(MODELS)}")
         _require("model", name, MODELS)
     parts = [
         "base",
@@ -183,6 +185,11 @@ def _checked_form(overrides: Sequence[str]) -> list[str]:
         if not equals or not key.strip():
             raise ConfigError(f"override {override!r} is not of the form block.key=value")
     return list(overrides)
+
+
+def _is_path(model: str) -> bool:
+    """Whether a directory is meant, there or not: a mistyped one must not become the configuration of its last part."""
+    return model.startswith((".", "/", "~")) or model.strip("/").count("/") > 1
 
 
 def _require(kind: str, name: str, known: Sequence[str]) -> None:

@@ -33,6 +33,7 @@ from weftpub_demo.probe import compare, probe_request, probe_tokens
 from weftpub_demo.progress import Progress
 from weftpub_demo.receivers import Receivers, start_receivers
 from weftpub_demo.report import Report, StepRecord, draw, write_report
+from weftpub_kernels import KernelError
 
 __all__ = ["run"]
 
@@ -87,7 +88,7 @@ def run(config: DemoConfig, progress: Progress) -> Report:
         with ExitStack() as stack:
             _steps(record, progress, stack)
     except Exception as caught:  # whatever ended the run, the report and the last line must say so
-        if not isinstance(caught, WeftpubError):
+        if not isinstance(caught, WeftpubError | KernelError):
             traceback.print_exc()
         error = f"{type(caught).__name__}: {caught}"
     report = record.report(error)

@@ -134,12 +134,13 @@ def test_settings_that_cannot_work_are_refused(tmp_path: Path, change: dict, mes
     [("nothing", "no preset is named 'nothing'"), ("hf", "may not be published"), ("slime", "runs on a GPU only")],
 )
 def test_a_preset_that_cannot_work_is_refused_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: str, message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], preset: str, message: str
 ) -> None:
-    """It was found out by the store, after the receivers had been started and Megatron-core loaded."""
+    """The store found it out, after the receivers had been started and Megatron-core loaded; later, with a traceback."""
     monkeypatch.setattr(demo_run, "start_receivers", lambda *_, **__: pytest.fail("receivers were started"))
     monkeypatch.setattr(demo_run, "draw", lambda *_: None)
     config = DemoConfig(out=tmp_path, preset=preset, device=Device.CPU)
     report = demo_run.run(config, Progress("", 1))
     assert not report.ok
     assert message in report.result
+    assert "Traceback" not in capsys.readouterr().err

@@ -338,6 +338,8 @@ def test_what_cannot_work_is_refused_with_what_does(override: str, message: str)
     [
         ({"variant": "fp9"}, "baseline, bf16, fp8"),
         ({"variant": "fp8", "model": "gpt-2"}, "qwen3-30b-a3b, qwen3.5-122b-a10b"),
+        ({"variant": "fp8", "model": "/nowhere/Qwen3-30B-A3B"}, "'/nowhere/Qwen3-30B-A3B': there is no such directory"),
+        ({"variant": "fp8", "model": "./qwen3-30b-a3b"}, "there is no such directory"),
         ({"variant": "fp8", "length": "4k"}, "16k, 8k"),
         ({"variant": "fp8", "optimizer": "sgd"}, "muon, adamw"),
         ({"variant": "fp8", "gpus": -1}, "no negative number"),

@@ -280,6 +280,11 @@ def main() -> int:
         for name in found:
             if name not in known:
                 parser.error(f"unknown {what} {name}; choose from {', '.join(known)}")
+    if not options.tiny and set(chosen) & set(SECTIONS):
+        import torch
+
+        if (there := torch.cuda.device_count()) < options.ranks:
+            parser.error(f"{options.ranks} GPUs are wanted and {there} found; give --gpus N, or --tiny without any")
     settings = prepare(options)
     from ran_on import ran_on
 

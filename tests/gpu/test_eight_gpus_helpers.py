@@ -69,3 +69,17 @@ def test_the_gpu_with_most_to_do_sets_the_limit() -> None:
     limits = Limits(copy=(4000.0, 4000.0), link=(400.0, 200.0), link_alone=400.0)
     assert least_ms(traffic, limits) == pytest.approx({"copy": 0.004, "link": 0.005})
     assert least_ms(traffic, Limits((4000.0, 4000.0), None, None))["link"] == pytest.approx(0.0005)
+
+
+def test_missing_gpus_are_said_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every section was started all the same, and failed after minutes with "it did not come to its end"."""
+    import eight_gpus
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(eight_gpus, "prepare", lambda *_: pytest.fail("it went on"))
+    monkeypatch.setattr(sys, "argv", ["eight_gpus.py", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        eight_gpus.main()
+    assert "8 GPUs are wanted and 1 found" in capsys.readouterr().err

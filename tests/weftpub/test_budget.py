@@ -292,3 +292,6 @@ def test_the_command_refuses_in_one_message(capsys: pytest.CaptureFixture[str]) 
     assert "legal expert tensor parallel sizes: 1, 2, 3, 6" in capsys.readouterr().err
     assert run("--model", "qwen3-30b-a3b", "--cpu-offload") == 1
     assert "add --variant baseline" in capsys.readouterr().err
+    for option in ("--shared-experts", "--rebuild-wt"):
+        assert run("--model", "qwen3-30b-a3b", "--variant", "bf16", option) == 1
+        assert "add --variant fp8" in capsys.readouterr().err

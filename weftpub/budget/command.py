@@ -63,6 +63,8 @@ def plan(
     chosen = variant if variant else list(_Variant)
     if cpu_offload and chosen != [_Variant.BASELINE]:
         raise ConfigError("--cpu-offload is Megatron's own; add --variant baseline")
+    if (shared_experts or rebuild_wt) and _Variant.FP8 not in chosen:
+        raise ConfigError("--shared-experts and --rebuild-wt are for the store of variant fp8; add --variant fp8")
     budgets: list[Budget] = []
     for one in chosen:
         only_fp8 = one is _Variant.FP8

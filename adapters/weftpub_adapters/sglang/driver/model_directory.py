@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from weftpub.checkpoint.atomic import AtomicDirectory
 from weftpub.checkpoint.export import COMPANION_FILES
-from weftpub.errors import ConfigError
+from weftpub.errors import ConfigError, WeftpubError
 
 __all__ = ["engine_config", "write_engine_directory"]
 
@@ -79,7 +79,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--format", choices=["fp8", "bf16"], default="fp8", help="of the routed experts")
     parser.add_argument("--overwrite", action="store_true")
     given = parser.parse_args(arguments)
-    print(write_engine_directory(given.target, given.source, given.format, overwrite=given.overwrite))
+    try:
+        print(write_engine_directory(given.target, given.source, given.format, overwrite=given.overwrite))
+    except WeftpubError as error:
+        raise SystemExit(f"{type(error).__name__}: {error}") from None
 
 
 if __name__ == "__main__":
