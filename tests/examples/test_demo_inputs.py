@@ -136,7 +136,7 @@ def test_settings_that_cannot_work_are_refused(tmp_path: Path, change: dict, mes
 def test_a_preset_that_cannot_work_is_refused_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], preset: str, message: str
 ) -> None:
-    """The store found it out, after the receivers had been started and Megatron-core loaded; later, with a traceback."""
+    """The store found it out, after receivers had been started and Megatron-core loaded; later, with a traceback."""
     monkeypatch.setattr(demo_run, "start_receivers", lambda *_, **__: pytest.fail("receivers were started"))
     monkeypatch.setattr(demo_run, "draw", lambda *_: None)
     config = DemoConfig(out=tmp_path, preset=preset, device=Device.CPU)
