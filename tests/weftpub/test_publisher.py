@@ -37,6 +37,7 @@ from weftpub.publisher.peers import PeerLink, exchange
 from weftpub.publisher.transfer import Transfer
 from weftpub.receive import Receiver, ReceiverThread
 from weftpub.receive.reception import Reception
+from weftpub.receive.views import ReceiveViews
 from weftpub.transport import CopyTable, RegionTable
 from weftpub.version import EngineState as S
 from weftpub.wire import local_identity
@@ -691,6 +692,23 @@ def _other_expert(destination: Destination, all_of_them: tuple[Destination, ...]
     other = name.replace(".experts.0.", ".experts.X.").replace(".experts.1.", ".experts.0.").replace("X", "1")
     found = next(d for d in all_of_them if d.shard.name == other)
     return Destination(replace(found.shard, rank=destination.shard.rank), destination.view)
+
+
+def test_a_version_whose_sha256_differs_is_never_committed(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine answers with other digests than the trainer has, and with the right checksums. It has verified, so
+    only the comparison stands between these bytes and the record."""
+    publisher, digests = room.publisher(), ReceiveViews.sha256
+    with monkeypatch.context() as patch:
+        patch.setattr(ReceiveViews, "sha256", lambda self: ("0" * 64, *digests(self)[1:]))
+        with pytest.raises(ChecksumError, match=r"sha256 of 2 tensors differs"):
+            publisher.publish(1, SMALL.sources(0, 1), verify_sha256=True)
+    assert "serving" not in states(publisher)
+    assert [engine.version for engine in room.engines] == [0, 0]
+    assert room.publisher().recover().finished == ()
+    publisher = room.publisher()
+    publisher.publish(2, SMALL.sources(0, 2), verify_sha256=True)
+    for engine in room.engines:
+        assert_serves(engine, 2)
 
 
 def test_sha256_that_differ_are_named() -> None:
