@@ -570,6 +570,113 @@ def test_a_driver_that_was_replaced_touches_no_engine(
     assert engine.calls == before
 
 
+def test_a_driver_that_takes_over_again_drains_what_its_successor_left_serving(
+    step: ColocatedEngine, engine: FakeEngine, publisher: FakePublisher, gpu: FakeGpu
+) -> None:
+    """Somebody published by hand while a trainer had the engine drained. The trainer took over again, took its engine
+    for paused, and every drain after that failed: the engine, which served, "was not paused"."""
+    step.drain()
+    step.release()
+    other = colocated(engine, publisher, gpu)
+    other.drain()
+    other.publish(1, {})
+    other.resume()
+    other.continue_()
+    step.drain("restart")  # after take_over
+    assert engine.calls[-2:] == ["continue", "pause restart"]
+    assert set(step.standing["sglang"].tags.values()) == {"resident"}
+    step.release()
+    step.publish(2, {})
+    step.resume()
+    step.continue_()
+    assert (engine.version, engine.paused, engine.away) == ("2", False, set())
+
+
+def test_an_engine_of_which_one_worker_goes_on_is_paused_again(gpu: FakeGpu) -> None:
+    engine = FakeEngine(gpu)
+    publisher = FakePublisher(engine, engine)  # two ranks
+    publisher.states, publisher.versions = dict.fromkeys("ab", EngineState.SERVING), dict.fromkeys("ab")
+    step = colocated(engine, publisher, gpu)
+    step.drain()
+    step.drain()  # one of two rests, says the engine
+    assert engine.calls == ["pause retract"] * 2
+
+
+@pytest.mark.parametrize("drained", [False, True], ids=["it served", "it was drained"])
+def test_memory_that_another_driver_moved_meanwhile_is_read_anew(
+    step: ColocatedEngine, engine: FakeEngine, publisher: FakePublisher, gpu: FakeGpu, drained: bool
+) -> None:
+    """A trainer took over again from a driver that had ended between release and publish. It held the cache and the
+    weights for resident, and waited in vain for what a release of them would free."""
+    step.drain()
+    step.release()
+    step.publish(1, {})
+    step.resume()
+    if not drained:
+        step.continue_()
+    other = colocated(engine, publisher, gpu)
+    other.drain()
+    other.release()
+    step.drain()  # after take_over
+    assert step.standing["sglang"].tags == {"kv_cache": "released", "weights": "released", "cuda_graph": "resident"}
+    step.publish(2, {})
+    step.resume()
+    step.continue_()
+    assert (engine.version, engine.paused, engine.away) == ("2", False, set())
+
+
+def test_what_an_engine_says_does_not_stand_for_an_answer_that_never_came(
+    step: ColocatedEngine, engine: FakeEngine
+) -> None:
+    """The call may yet be carried out, right after the engine said that the tag is resident."""
+    step.drain()
+    engine.silent = "release"
+    with pytest.raises(DeadlineError, match="no answer"):
+        step.release(["kv_cache"])
+    step.drain()
+    assert step.standing["sglang"].tags["kv_cache"] == TagState.UNKNOWN
+
+
+def test_engines_that_serve_already_do_not_keep_another_from_going_on(gpu: FakeGpu) -> None:
+    """An engine that was restarted from the present version rejoined while the others served, and nothing let it go
+    on: continue_ was refused, as an engine was serving."""
+    first, second = FakeEngine(gpu, "a"), FakeEngine(gpu, "b")
+    publisher = FakePublisher(first, second)
+    step = colocated([first, second], publisher, gpu)
+    step.drain()
+    step.publish(4, {})
+    step.continue_()
+    restarted = publisher.engines[1] = FakeEngine(gpu, "b")
+    step.rejoin(restarted)
+    before = list(first.calls)
+    step.continue_()
+    assert (restarted.version, restarted.paused) == ("4", False)
+    assert first.calls == before
+    with pytest.raises(StateError, match="engine a: continue_ refused while it is serving; call drain first"):
+        step.continue_()
+
+
+def test_calls_that_failed_half_way_are_repeated_for_the_engines_that_rest(gpu: FakeGpu) -> None:
+    """One of two engines failed to go on, or to be drained. continue_ again, as its error says, was refused: the other
+    one served."""
+    first, second = FakeEngine(gpu, "a"), FakeEngine(gpu, "b")
+    step = colocated([first, second], FakePublisher(first, second), gpu)
+    step.drain()
+    step.publish(1, {})
+    second.deaf = 10**6
+    with pytest.raises(DeadlineError, match=r"engine b, receiver ranks .*: still at rest"):
+        step.continue_()
+    second.deaf = 0
+    step.continue_()
+    assert (first.paused, second.paused) == (False, False)
+    first.busy = 10**6
+    with pytest.raises(DeadlineError, match="engine a: its cache could not be flushed"):
+        step.drain()
+    step.continue_()
+    assert (first.paused, second.paused) == (False, False)
+    assert {one.phase for one in step.standing.values()} == {EnginePhase.SERVING}
+
+
 def test_ranks_without_handles_take_part_and_hear_of_failures(engine: FakeEngine, gpu: FakeGpu) -> None:
     groups = ThreadGroup.of_size(2)
     publishers = [FakePublisher(engine), FakePublisher(engine)]

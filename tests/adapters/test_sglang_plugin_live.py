@@ -5,6 +5,7 @@ import json
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from threading import Timer
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from weftpub_adapters.sglang.plugin import hooks
 from weftpub_adapters.sglang.plugin.checks import faults_of, refuse_unfit
 from weftpub_adapters.sglang.plugin.live import LiveEngine
 from weftpub_adapters.sglang.plugin.settings import ReceiverSettings
-from weftpub_adapters.sglang.plugin.worker import _fitting
+from weftpub_adapters.sglang.plugin.worker import WorkerReceiver, _checked, _fitting
 
 pytestmark = pytest.mark.isolated("sglang")
 
@@ -204,6 +205,38 @@ def test_a_scheduler_that_is_going_on_is_not_found_at_rest(scheduler: Any, monke
     engine.pause()
     monkeypatch.setattr(hooks, "all_may_serve", lambda scheduler, worker: worker.live.may_serve)
     assert hooks._continue(go_on, scheduler, None) is None
+
+
+def test_stopped_receivers_start_again_only_with_the_version_that_the_weights_hold(
+    scheduler: Any, tmp_path: Path
+) -> None:
+    """Receivers were stopped at version 2 and started again as version 7, a slip of the driver's: the engine served
+    version 2, and all its answers said 7."""
+    folder = tmp_path / "s"
+
+    def asked(version: int | None) -> ReceiverSettings:
+        settings = ReceiverSettings(run_id="run", engine="sglang", first_rank=3, version=version, pause=0.05)
+        settings.write(folder)
+        return settings
+
+    before = WorkerReceiver(scheduler, asked(1), str(folder))
+    assert not before.running
+    assert _checked(scheduler, before, str(folder)) == asked(1)
+    before.receiver.state.held = 2  # what a publish leaves
+    for version in (1, 7):
+        asked(version)
+        with pytest.raises(
+            ConfigError,
+            match=f"engine sglang receiver rank 3: .* said to be version {version}, but hold version 2.*version=2",
+        ):
+            _checked(scheduler, before, str(folder))
+    for version in (2, None):
+        settings = asked(version)
+        assert _checked(scheduler, before, str(folder)) == settings
+    before.live.memory_released()
+    asked(2)
+    with pytest.raises(ConfigError, match="hold no committed version"):
+        _checked(scheduler, before, str(folder))
 
 
 def test_a_long_error_with_signs_to_escape_fits_into_a_report() -> None:

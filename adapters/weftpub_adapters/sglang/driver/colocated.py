@@ -33,7 +33,7 @@ from weftpub.publisher.report import PhaseClock
 from weftpub.wire.messages import StatusReport
 from weftpub_adapters.sglang.driver.handle import DriverDeadlines, EngineHandle, Mode
 from weftpub_adapters.sglang.driver.member import EnginePhase, EngineStanding, Member, parameter_bytes, refuse
-from weftpub_adapters.sglang.driver.memory import TAGS, MemoryTags, TagState, free_bytes, wait_for_free
+from weftpub_adapters.sglang.driver.memory import MemoryTags, TagState, free_bytes, wait_for_free
 
 __all__ = ["ColocatedEngine", "EnginePhase", "EngineStanding"]
 
@@ -99,7 +99,8 @@ class ColocatedEngine:
         return dict(self._clock.ms)
 
     def drain(self, mode: Mode = "retract") -> None:
-        """Bring every engine to rest. On drained engines it only makes sure that they are.
+        """Bring every engine to rest. On drained engines it only makes sure that they are; one that another driver let
+        go on meanwhile is paused again. Which memory is away is read anew from engines that did not serve.
 
         Args:
             mode: what becomes of requests in flight, see `EngineHandle.pause`.
@@ -111,11 +112,15 @@ class ColocatedEngine:
         """
         self._clock = PhaseClock()
         with self._clock.phase("drain"):
-            self._require_present()
+            reports = self._require_present()
             d = self._deadlines
-            self._together("drain", d.drain + d.flush + 2 * d.control, lambda m: self._drain_one(m, mode))
+            drained_before = self._together(
+                "drain", d.drain + d.flush + 3 * d.control, lambda member: self._drain_one(member, mode)
+            )
             self._publisher.pause()
-            if not self._engine_of:
+            # What has not served all the while may have been released or brought back by another driver.
+            idle = any(report.resting or report.why_not for report in reports.values())
+            if idle or drained_before or not self._engine_of:
                 self._describe()
 
     def release(self, tags: Sequence[str] = ("kv_cache", "weights")) -> None:
@@ -187,23 +192,27 @@ class ColocatedEngine:
             self._together("resume", 2 * (d.memory + d.resume), self._resume_one)
 
     def continue_(self) -> None:
-        """Let engines serve; on return every worker has gone on.
+        """Let engines serve; on return every worker has gone on. Engines that serve already are left alone: others may
+        have rejoined beside them, or a call before this one failed half way.
 
         Raises:
-            TornError: an engine is torn or fenced; publish a complete version. StateError: memory is still away, or a
-                worker refuses to go on; names it, with its reason. DeadlineError: a worker has not gone on.
+            TornError: an engine is torn or fenced; publish a complete version. StateError: all of them serve already,
+                memory is still away, or a worker refuses to go on; names it, with its reason. DeadlineError: a worker
+                has not gone on.
         """
         with self._clock.phase("continue"):
             d = self._deadlines
-            self._together("drained", d.control, lambda member: member.require_drained("continue_"))
+            self._together("drained", d.control, self._require_some_drained)
             if not self._engine_of:  # a drain that failed did not come to it
                 self._describe()
-            self._together("memory", d.control, lambda member: member.require_resident())
+            self._together("memory", d.control, _if_drained(Member.require_resident))
             self._publisher.resume()
             ranks = self._ranks()
             # Nobody goes on before all may.
-            self._together("readiness", d.control, lambda member: member.require_ready(ranks.get(member.name, {})))
-            self._together("continue", 5 * d.control, self._continue_one)
+            self._together(
+                "readiness", d.control, _if_drained(lambda member: member.require_ready(ranks.get(member.name, {})))
+            )
+            self._together("continue", 5 * d.control, _if_drained(self._continue_one))
 
     def rejoin(self, handle: EngineHandle) -> None:
         """Take in an engine that was restarted, under the name of the one it replaces; on rank 0 only.
@@ -224,15 +233,23 @@ class ColocatedEngine:
             behind=max(committed, default=None),
         )
 
-    def _require_present(self) -> None:
-        """StateError, before an engine is touched, if the receivers listen to a later driver by now: what this one
-        paused, released or resumed would be the other one's. Handles are asked first: they see a dead worker at once.
+    def _require_present(self) -> Mapping[int, StatusReport]:
+        """What every receiver says of itself; StateError, before an engine is touched, if they listen to a later driver
+        by now: what this one paused, released or resumed would be the other one's. Handles are asked first: they see a
+        dead worker at once.
         """
         self._together("presence", self._deadlines.control, lambda member: member.handle.weight_version())
-        self._publisher.status()
+        return self._publisher.status()
 
-    def _drain_one(self, member: Member, mode: Mode) -> None:
-        if member.phase is EnginePhase.SERVING:
+    def _require_some_drained(self, member: Member) -> None:
+        if all(other.phase is EnginePhase.SERVING for other in self._members.values() if not other.out):
+            member.require_drained("continue_")
+
+    def _drain_one(self, member: Member, mode: Mode) -> bool:
+        """Whether this driver had it drained before, and so may not know what became of it since."""
+        drained = member.phase is EnginePhase.DRAINED
+        ranks = sum(engine == member.name for engine in self._engine_of.values())
+        if not drained or len(member.handle.resting()) < max(1, ranks):
             member.handle.pause(mode)
             member.phase = EnginePhase.DRAINED
         until = time.monotonic() + self._deadlines.flush
@@ -243,22 +260,26 @@ class ColocatedEngine:
                     "requests still hold it; it is paused, continue_ lets it go on"
                 )
             time.sleep(_FLUSH_AGAIN_S)
+        return drained
 
     def _describe(self) -> None:
         """Learn where weights lie, how large they are, and which memory is away already."""
         found: dict[str, dict[str, int]] = {}
+        away: dict[str, set[str]] = {}
         engine_of: dict[int, str] = {}
         for one in self._publisher.describe():
             engine_of[one.rank] = one.engine
             sizes = found.setdefault(one.engine, {})
             if one.device != "cpu":
                 sizes[one.device] = sizes.get(one.device, 0) + parameter_bytes(one)
-            member, plugin = self._members.get(one.engine), one.settings.get("plugin")
-            if member is not None and isinstance(plugin, Mapping):  # a driver before this one may have ended in between
+            plugin = one.settings.get("plugin")
+            if isinstance(plugin, Mapping):  # another driver may have ended in between, or done more than this one
                 released: Any = plugin.get("released", ())
-                member.tags.move((tag for tag in released if tag in TAGS), TagState.RELEASED)
+                away.setdefault(one.engine, set()).update(released)
         for name, member in self._members.items():
             member.weights = found.get(name, member.weights or {})
+            if name in away:
+                member.tags.read(away[name])
         self._engine_of = engine_of
 
     def _release_one(self, member: Member, tags: Sequence[str]) -> None:
@@ -372,15 +393,20 @@ class ColocatedEngine:
                 )
             time.sleep(_LOOK_AGAIN_S)
 
-    def _together(self, phase: str, seconds: float, action: Callable[[Member], None]) -> None:
-        """Have rank 0 act on every engine, the other ranks wait, and all learn how it went."""
+    def _together(self, phase: str, seconds: float, action: Callable[[Member], object]) -> bool:
+        """Have rank 0 act on every engine, the other ranks wait, and all learn how it went.
 
-        def conclude(_: list[Any]) -> None:
+        Returns:
+            on every rank, whether the action answered True for an engine.
+        """
+
+        def conclude(_: list[Any]) -> bool:
+            found = False
             for member in self._members.values():
                 if member.out:
                     continue
                 try:
-                    action(member)
+                    found |= action(member) is True
                 except WeftpubError as error:
                     if self._policy == "abort":
                         raise
@@ -390,10 +416,11 @@ class ColocatedEngine:
                 raise StateError(
                     "no engine takes part any more: " + "; ".join(f"{m.name}: {m.out}" for m in self._members.values())
                 )
+            return found
 
         self._rounds += 1
         self._group.begin(f"colocated-{self._rounds}")
-        agree(
+        return agree(
             self._group,
             phase,
             self._deadlines.control,
@@ -401,3 +428,8 @@ class ColocatedEngine:
             conclude,
             allowance=seconds * max(1, len(self._members)),
         )
+
+
+def _if_drained(action: Callable[[Member], object]) -> Callable[[Member], object]:
+    """The action for engines that are drained; nothing for those that serve."""
+    return lambda member: action(member) if member.phase is EnginePhase.DRAINED else None

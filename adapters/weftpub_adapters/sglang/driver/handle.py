@@ -103,8 +103,8 @@ class EngineHandle(Protocol):
             run_id: the run whose publishers are listened to.
             directory: owner-only folder for the sockets; made if it is not there. Short: a socket path has 107 bytes.
             first_rank: receiver rank of the engine's first worker, counted through all engines of the plan.
-            version: the published version that the engine was loaded with; None if it holds none, then it serves
-                nothing until a complete publish.
+            version: the published version that the engine was loaded with, or holds by now if it was published to;
+                None if it holds none, then it serves nothing until a complete publish.
 
         Returns:
             a peer per worker, in the order of ranks.

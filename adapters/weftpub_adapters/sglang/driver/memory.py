@@ -7,7 +7,7 @@ inferred.
 
 import ctypes
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from enum import StrEnum
 
 import torch
@@ -71,6 +71,12 @@ class MemoryTags:
     def move(self, tags: Iterable[str], target: TagState) -> None:
         """Note where the memory of tags is now."""
         self._states.update(dict.fromkeys(tags, target))
+
+    def read(self, away: Collection[str]) -> None:
+        """Note what the engine itself says is away. An UNKNOWN tag stays: its call may yet be carried out."""
+        for tag, state in self._states.items():
+            if state is not TagState.UNKNOWN:
+                self._states[tag] = TagState.RELEASED if tag in away else TagState.RESIDENT
 
     def _check(self, tags: Sequence[str], required: TagState, verb: str) -> None:
         unknown = [tag for tag in tags if tag not in self._states]

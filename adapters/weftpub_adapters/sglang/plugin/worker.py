@@ -201,13 +201,26 @@ def _checked(scheduler: Any, before: WorkerReceiver | None, directory: str) -> R
             f"a receiver of run {before.settings.run_id!r} runs at {before.address}; stop the receivers of that run "
             "first (stop_receivers)"
         )
-    if before is not None and settings.version is not None and not before.live.weights_intact():
-        raise ConfigError(
-            f"the weights hold no committed version ({before.live.why_not()}), so they are not version "
-            f"{settings.version}; start the receivers without a version, and publish"
-        )
+    if before is not None and settings.version is not None:
+        _require_held(before, settings.version)
     refuse_unfit(scheduler)
     return settings
+
+
+def _require_held(before: WorkerReceiver, version: int) -> None:
+    """ConfigError unless the weights hold the version that they are said to hold; the receiver that was stopped knows."""
+    if not before.live.weights_intact():
+        raise ConfigError(
+            f"the weights hold no committed version ({before.live.why_not()}), so they are not version {version}; "
+            "start the receivers without a version, and publish"
+        )
+    held = before.receiver.state.held
+    if held != version:
+        raise ConfigError(
+            f"engine {before.settings.engine} receiver rank {before.live.rank}: its weights are said to be version "
+            f"{version}, but hold version {held}, as its receiver noted before it was stopped; start the receivers "
+            f"with version={held}, or without a version, and publish"
+        )
 
 
 def _started(scheduler: Any, settings: ReceiverSettings, directory: str) -> WorkerReceiver:
