@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ran_on import ran_on
+from ran_on import need_gpu, ran_on
 
 from weftpub_demo import cpu_megatron
 
@@ -803,6 +803,7 @@ def main() -> int:
         data = json.loads((arguments.out / "megatron_adapter.json").read_text(encoding="utf-8"))
         picture(data["training"], arguments.out / "megatron_adapter.png")
         return 0
+    need_gpu(arguments.tiny)
     arguments.out.mkdir(parents=True, exist_ok=True)
     from weftpub_adapters.megatron import initialize_parallel
 

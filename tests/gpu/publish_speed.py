@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from ran_on import ran_on
+from ran_on import need_gpu, ran_on
 from sglang_update import WAYS, apply_update
 
 from weftpub.channel import Deadlines, unix_address
@@ -551,6 +551,7 @@ def main() -> int:
     parser.add_argument("--commit", default="", help="what is measured, for the page")
     parser.add_argument("--engine", choices=("sglang", "plain"), default="sglang")
     options = parser.parse_args()
+    need_gpu(options.tiny)
     options.out.mkdir(parents=True, exist_ok=True)
     sizes = TINY if options.tiny else Sizes()
     report = Report()

@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 
-__all__ = ["ran_on"]
+__all__ = ["need_gpu", "ran_on"]
+
+
+def need_gpu(without: bool, option: str = "--tiny") -> None:
+    """End here without a GPU: at full size a CPU would work for hours, and measure nothing."""
+    if not without and not torch.cuda.is_available():
+        raise SystemExit(f"no CUDA GPU was found; {option} tries this script without one")
 
 
 def ran_on(*packages: str) -> dict[str, Any]:

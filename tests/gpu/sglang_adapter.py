@@ -40,7 +40,7 @@ from typing import Any
 
 import torch
 from engine_settings import ENGINE, GRAPHS
-from ran_on import ran_on
+from ran_on import need_gpu, ran_on
 
 from weftpub.channel import Deadlines
 from weftpub.errors import TornError, WeftpubError
@@ -904,6 +904,7 @@ def main() -> int:
     parser.add_argument("--commit", default="", help="what runs, for the page")
     parser.add_argument("--tiny", action="store_true", help="small sizes, and no trainer where there is no GPU")
     given = parser.parse_args()
+    need_gpu(given.tiny)
     given.out.mkdir(parents=True, exist_ok=True)
     out = given.out.resolve()
     sys.path.insert(0, str(HERE.parent / "adapters"))

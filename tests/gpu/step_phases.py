@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ran_on import ran_on
+from ran_on import need_gpu, ran_on
 from sglang_adapter import DRIVER, GPU, WAITS, config_of, engine_arguments, install_plugin, sockets, write_model
 
 from weftpub.memory import Access, driver, vmm
@@ -279,6 +279,7 @@ def main() -> int:
     parser.add_argument("--commit", default="", help="what is measured, for the page")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to check this script")
     given = parser.parse_args()
+    need_gpu(given.tiny)
     given.out.mkdir(parents=True, exist_ok=True)
     out = given.out.resolve()
     sizes = TinySizes if given.tiny else Sizes

@@ -44,7 +44,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ran_on import ran_on
+from ran_on import need_gpu, ran_on
 
 from weftmoe import settings as composed
 from weftmoe.env import role_environment
@@ -487,6 +487,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="few steps of small batches, to try this script")
     parser.add_argument("--draw", action="store_true", help="only draw, from logs that are there")
     options = parser.parse_args()
+    need_gpu(options.cpu or options.draw, "--cpu")
     if options.tiny:
         options.steps, options.seeds = min(options.steps, 3), options.seeds[:1]
     return options

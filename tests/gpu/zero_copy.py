@@ -33,7 +33,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from ran_on import ran_on
+from ran_on import need_gpu, ran_on
 from zero_copy_base import MIDDLE, QWEN35, TINY, Report
 
 SECTIONS = ("mechanism", "speed", "phases", "kills", "engine")
@@ -53,6 +53,7 @@ def main() -> int:
     parser.add_argument("--beside", action="store_true", help="others use this GPU")
     parser.add_argument("--commit", default="", help="what is measured, for the page")
     given = parser.parse_args()
+    need_gpu(given.tiny)
     chosen = given.only.split(",")
     unknown = set(chosen) - set(SECTIONS)
     if unknown:
