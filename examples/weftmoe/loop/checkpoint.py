@@ -4,8 +4,10 @@
     OUT/checkpoints/step-000020/loop.json     step, version, data position, token counters, the settings that must agree
 
 A checkpoint is written beside its place and renamed when it is whole, so a killed run never leaves half of one under a
-name that is looked for. Random numbers need no state: every draw of a step comes from the run's seed, the step, and the
-prompt. The version that a checkpoint holds is its step's, and a resumed run publishes it first, before it samples.
+name that is looked for. Random numbers of the loop need no state: every draw of a step comes from the run's seed, the
+step, and the prompt. An engine's own samples do so with `train.deterministic` only; else it samples on from its start's
+seed after a resume. The version that a checkpoint holds is its step's, and a resumed run publishes it first, before it
+samples.
 """
 
 import contextlib
