@@ -604,6 +604,25 @@ class TestDriver:
         with pytest.raises(StateError, match="give every run its own commit_path"):
             room.publisher().recover()
 
+    @pytest.mark.parametrize(("text", "found"), [("other", "the record is of run 'other', version 1"), (None, "not a")])
+    def test_a_file_of_somebody_else_is_not_written_over(self, room: Room, text: str | None, found: str) -> None:
+        """Two runs were given one commit path. The second wrote its record over that of the first, whose driver was
+        restarted then, and could not finish what it had committed."""
+        publisher = room.publisher()
+        publisher.publish(1, SMALL.sources(0, 1))
+        there = room.record.read_text().replace('"run"', f'"{text}"') if text else "learning_rate: 1e-5"
+        room.record.write_text(there)
+        later = room.publisher()
+        before = [list(engine.calls) for engine in room.engines]
+        with pytest.raises(StateError, match=rf"{room.record}: {found}.* remove the file"):
+            later.publish(2, SMALL.sources(0, 2))
+        assert room.record.read_text() == there
+        assert states(later) == ["serving", "serving"]
+        assert [engine.calls for engine in room.engines] == before
+        room.record.unlink()
+        later.publish(2, SMALL.sources(0, 2))
+        assert room.recorded() == 2
+
     def test_recovering_when_nothing_happened(self, room: Room) -> None:
         room.publisher().publish(1, SMALL.sources(0, 1))
         report = room.publisher().recover()

@@ -52,7 +52,8 @@ class Publisher:
         run_id: name of the run; receivers listen to their run only.
         plan: who sends what to whom; None until `set_plan`, as describing the engines comes before planning.
         peers: every receiver, those of all engines.
-        commit_path: file of the commit record, on storage that outlives the driver. Rank 0 writes it.
+        commit_path: file of the commit record, on storage that outlives the driver; every run has its own. Rank 0
+            writes it.
         transport: "auto" takes the best that works with each receiver.
         group: the sender ranks; one alone by default.
         deadlines: seconds for every wait.
@@ -386,7 +387,9 @@ class Publisher:
         coordinator.settle({link: error for link, error in faults.items() if link.engine not in coordinator.failed})
 
     def _require_commit_path(self) -> None:
-        """Before anybody is paused: a record that cannot be written at the end would tear every engine."""
+        """Before anybody is paused: a record that cannot be written at the end would tear every engine, and one that is
+        written over another run's takes that run's recovery away.
+        """
         try:
             CommitRecord.require_writable(self._commit_path)
         except OSError as error:
@@ -394,6 +397,7 @@ class Publisher:
                 f"{self._commit_path}: a commit record could not be written there ({error}); nothing was sent, choose "
                 "another commit_path"
             ) from error
+        CommitRecord.read_own(self._commit_path, self._run_id)
 
     def _record(self, coordinator: Coordinator, manifest: Manifest) -> None:
         """The commit point."""

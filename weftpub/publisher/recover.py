@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from weftpub.channel import Deadlines
-from weftpub.errors import StateError, WeftpubError
+from weftpub.errors import WeftpubError
 from weftpub.publisher.coordinator import Coordinator
 from weftpub.publisher.peers import PeerLink, by_engine, exchange
 from weftpub.publisher.report import RecoveryReport
@@ -26,12 +26,7 @@ def finish_commit(
     Raises:
         StateError: the record is damaged, or of another run.
     """
-    record = CommitRecord.read(path)
-    if record is not None and record.run_id != run_id:
-        raise StateError(
-            f"{path}: the record is of run {record.run_id!r}, this is run {run_id!r}; give every run its own "
-            "commit_path"
-        )
+    record = CommitRecord.read_own(path, run_id)
     engines = by_engine(coordinator.links)
     reached = {
         engine: [_standing(link) for link in links]

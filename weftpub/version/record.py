@@ -87,6 +87,17 @@ class CommitRecord(BaseModel):
                 f"{path}: not a commit record ({error.error_count()} faults); remove the file and publish in full"
             ) from None
 
+    @classmethod
+    def read_own(cls, path: str | os.PathLike[str], run_id: str) -> "CommitRecord | None":
+        """The record at `path` of this run, None if there is none; StateError if it is another run's, or as `read`."""
+        found = cls.read(path)
+        if found is not None and found.run_id != run_id:
+            raise StateError(
+                f"{path}: the record is of run {found.run_id!r}, version {found.version}, this is run {run_id!r}; give "
+                "every run its own commit_path, or remove the file if that run needs no recovery any more"
+            )
+        return found
+
 
 class StagedRecord:
     """A record that is on disk under another name, ready to become the record. Made by `CommitRecord.stage`.

@@ -208,7 +208,7 @@ def _checked(scheduler: Any, before: WorkerReceiver | None, directory: str) -> R
 
 
 def _require_held(before: WorkerReceiver, version: int) -> None:
-    """ConfigError unless the weights hold the version that they are said to hold; the receiver that was stopped knows."""
+    """ConfigError unless the weights hold the version that they are said to hold: their last receiver knows."""
     if not before.live.weights_intact():
         raise ConfigError(
             f"the weights hold no committed version ({before.live.why_not()}), so they are not version {version}; "
