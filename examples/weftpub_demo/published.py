@@ -54,7 +54,7 @@ class PublishedJob:
         receivers.call("listen", run_id=run_id, addresses=[peer.address for peer in peers])
         # Both listen already: who does not greet soon is gone.
         deadlines = replace(Deadlines.all(config.limit_s), hello=min(_HELLO_S, config.limit_s))
-        record = config.work / "committed.json"
+        record = config.work / f"committed-{run_id}.json"
         publisher = Publisher(run_id, None, peers, commit_path=record, deadlines=deadlines)
         self._publisher = stack.enter_context(publisher)
         progress.phase("planning with AWEX")

@@ -83,7 +83,8 @@ def test_a_bit_flipped_on_the_way_is_never_served(tmp_path: Path) -> None:
     assert done.last_line.startswith("DEMO FAILED after version 2: ChecksumError")
     assert done.report.committed_version == 2
     assert [step.version for step in done.report.steps] == [1, 2]
-    assert '"version":2' in (tmp_path / "demo-out" / "committed.json").read_text()
+    (record,) = (tmp_path / "demo-out").glob("committed-*.json")
+    assert '"version":2' in record.read_text()
     assert still_running(tmp_path) == []
 
 
