@@ -3,7 +3,6 @@
 import re
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -110,14 +109,6 @@ def test_a_receiver_killed_in_the_middle_is_named(tmp_path: Path) -> None:
     last = out.rstrip().splitlines()[-1]
     assert last.startswith(f"DEMO FAILED after version {report.committed_version}: {report.error.partition(':')[0]}")
     assert still_running(tmp_path) == []
-
-
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """A shell's background job ignores Ctrl-C, and so would every process that the tests start in one."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("interruptible")

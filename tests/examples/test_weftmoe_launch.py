@@ -457,6 +457,7 @@ def test_the_runs_exit_code_is_passed_on(fake: Path) -> None:
     assert finish(script(fake, "fp8"))[0] == 17
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 75)])
 def test_a_signal_ends_the_run_and_nothing_else(fake: Path, number: int, code: int) -> None:
     """A launch script killed by name, and with its own run those of everybody else on the machine."""
