@@ -122,7 +122,8 @@ def test_an_interrupted_demo_takes_its_receivers_with_it(tmp_path: Path, number:
             time.sleep(0.05)
         demo.send_signal(number)
         out, _ = demo.communicate(timeout=LIMIT_S)
-    assert demo.returncode == 130
+    # A shell says 130 to both. Python ends itself by SIGINT if the signal came inside of code that an import executes.
+    assert demo.returncode in (130, -signal.SIGINT)
     assert out.rstrip().splitlines()[-1] == "DEMO FAILED: interrupted; the receivers were ended"
     # One that was interrupted in the middle of being started leaves by itself, when its driver has gone.
     _, alive = psutil.wait_procs(receivers, timeout=20)
