@@ -61,15 +61,20 @@ def demo(
     if device is Device.CPU:
         # Before torch looks for a GPU: Megatron-core and SGLang take one wherever they see one.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    signal.signal(signal.SIGTERM, _interrupt)
+    interruption = _Interruption()
+    signal.signal(signal.SIGTERM, interruption)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a background job of a shell ignores it
+        signal.signal(signal.SIGINT, interruption)
     # These load torch and the foreign systems; --help and wrong options must not wait for them.
     from weftpub_demo.progress import Progress
     from weftpub_demo.run import run
 
     title = f"weftpub demo: {variant} experts, {optimizer}"
     try:
-        with Progress(title, steps) as progress:
+        with Progress(title, steps, interrupted=lambda: interruption.came) as progress:
             report = run(config, progress)
+        if interruption.came and not report.ok:  # whatever error it became on its way through a package
+            raise KeyboardInterrupt
     except KeyboardInterrupt:
         print("DEMO FAILED: interrupted; the receivers were ended", file=sys.stderr if as_json else sys.stdout)
         raise typer.Exit(_INTERRUPTED) from None
@@ -84,9 +89,16 @@ def main() -> None:
     sys.exit(cli.run(["demo", *sys.argv[1:]], commands={"demo": demo}))
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    # As Ctrl-C, so that every receiver is ended on the way out.
-    raise KeyboardInterrupt
+class _Interruption:
+    """Makes a KeyboardInterrupt of Ctrl-C or a request to end, so that every receiver is ended on the way out, and
+    remembers it: a package that is being imported may catch it, or make another error of it."""
+
+    def __init__(self) -> None:
+        self.came = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.came = True
+        raise KeyboardInterrupt
 
 
 def _print(report: "Report", title: str, *, as_json: bool) -> None:

@@ -1,6 +1,7 @@
 """Live progress on stderr: a growing table on a terminal, one line an event elsewhere. stdout stays free."""
 
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -15,9 +16,25 @@ __all__ = ["Progress"]
 
 
 class Progress:
-    """Shows what the demo is doing. A context manager; `phase` and `step` may be called inside it."""
+    """Shows what the demo is doing. A context manager; `phase` and `step` may be called inside it.
 
-    def __init__(self, title: str, steps: int, console: Console | None = None) -> None:
+    Args:
+        title: of the table.
+        steps: that are to come.
+        interrupted: whether the user wants an end; then `phase` and `step` raise KeyboardInterrupt. Packages that are
+            just being imported may have caught the one that the signal raised.
+        console: where to show it; stderr if not given.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        steps: int,
+        console: Console | None = None,
+        *,
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._interrupted = interrupted
         self._console = Console(stderr=True, highlight=False) if console is None else console
         self._title = title
         self._total = steps
@@ -43,18 +60,24 @@ class Progress:
 
     def phase(self, text: str) -> None:
         """Say what is going on now."""
+        self._go_on()
         self._phase = text
         if self._live is None:
             self._line(text)
 
     def step(self, record: StepRecord) -> None:
         """Add one finished step."""
+        self._go_on()
         self._records.append(record)
         if self._live is None:
             self._line(
                 f"step {record.step}/{self._total}: loss {record.loss:.4f}, {record.changed:.1%} of expert bytes "
                 f"changed, published in {record.publish_ms:.1f} ms, version {record.version} committed"
             )
+
+    def _go_on(self) -> None:
+        if self._interrupted():
+            raise KeyboardInterrupt
 
     def _line(self, text: str) -> None:
         self._console.print(f"[{time.monotonic() - self._started:6.1f} s] {text}", markup=False, soft_wrap=True)
