@@ -16,11 +16,13 @@ import torch
 
 from weftpub.errors import ConfigError
 
-__all__ = ["COMPILES_S", "ENGINE", "REFUSE", "STEP_S", "environment", "install_plugins", "register"]
+__all__ = ["COMPILES_S", "ENGINE", "LAG", "LAG_S", "REFUSE", "STEP_S", "environment", "install_plugins", "register"]
 
 STEP_S = 0.02  # of one forward pass
 COMPILES_S = 0.6  # how long a grammar compiles
 REFUSE = "WEFTPUB_TEST_REFUSE"
+LAG = "WEFTPUB_TEST_LAG"
+LAG_S = 0.5
 
 # Settings with which an engine of a tiny model starts in half a minute.
 ENGINE: dict[str, Any] = {
@@ -77,6 +79,7 @@ def register() -> None:
     from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
 
     _refuse_on_demand()
+    _lag_on_demand()
     _compile_slowly()
     pynccl.PyNcclCommunicator = lambda *_, **__: SimpleNamespace(disabled=True, available=False, world_size=1)
     Qwen3MoeForCausalLM.forward = _count
@@ -99,6 +102,26 @@ def _refuse_on_demand() -> None:
         original(scheduler)
 
     worker.refuse_unfit = refuse_unfit
+
+
+def _lag_on_demand() -> None:
+    """Rank 1 moves memory `LAG_S` seconds later than rank 0 while the file exists that `LAG` names."""
+    path = os.environ.get(LAG)
+    if path is None:
+        return
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Updater
+    from sglang.srt.runtime_context import get_parallel
+
+    def late(original: Any) -> Any:
+        def moved(updater: Any, request: Any) -> Any:
+            if get_parallel().tp_rank == 1 and Path(path).exists():
+                time.sleep(LAG_S)
+            return original(updater, request)
+
+        return moved
+
+    Updater.release_memory_occupation = late(Updater.release_memory_occupation)
+    Updater.resume_memory_occupation = late(Updater.resume_memory_occupation)
 
 
 def _compile_slowly() -> None:

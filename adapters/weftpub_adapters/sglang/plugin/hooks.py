@@ -7,9 +7,9 @@ Doors into a worker, each on all ranks at once:
     init_weights_update_group(backend="weftpub-standing")                 which workers compute requests, and why not
 
 The first two only name the folder in which `receivers.json` says what is asked for. Wrapped are also the release and
-resume of memory, which take the weights away; `continue_generation`, which a worker that may not serve does not obey:
-its requests wait; and the idle turns of a paused scheduler, in which requests that wait for their grammar go on to wait
-for the scheduler. Without a receiver every hook passes through.
+resume of memory, which take the weights away, and are answered when all workers are done; `continue_generation`, which
+a worker that may not serve does not obey: its requests wait; and the idle turns of a paused scheduler, in which
+requests that wait for their grammar go on to wait for the scheduler. Without a receiver every hook passes through.
 """
 
 import logging
@@ -23,6 +23,7 @@ from weftpub_adapters.sglang.plugin.checks import HOOKED
 from weftpub_adapters.sglang.plugin.settings import BACKEND, STANDING
 from weftpub_adapters.sglang.plugin.worker import (
     all_may_serve,
+    await_all,
     standing_together,
     start_together,
     stop_together,
@@ -113,7 +114,9 @@ def _release(original: Callable[..., Any], updater: Any, request: Any) -> Any:
         worker.await_quiet()
     while scheduler._engine_paused and scheduler.grammar_manager.has_waiting_grammars():
         _admit_grammars(scheduler)  # one that came since the flush would end the scheduler by an assertion
-    return original(updater, request)
+    output = original(updater, request)
+    await_all(scheduler)
+    return output
 
 
 def _resume(original: Callable[..., Any], updater: Any, request: Any) -> Any:
@@ -130,6 +133,7 @@ def _resume(original: Callable[..., Any], updater: Any, request: Any) -> Any:
     output = original(updater, request)
     if _WEIGHTS in request.tags:
         worker.live.memory_resumed()
+    await_all(updater.scheduler)
     return output
 
 

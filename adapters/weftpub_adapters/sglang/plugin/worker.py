@@ -23,7 +23,15 @@ from weftpub_adapters.sglang.plugin.live import LiveEngine
 from weftpub_adapters.sglang.plugin.settings import ReceiverSettings
 from weftpub_adapters.sglang.shared_experts import engine_side
 
-__all__ = ["WorkerReceiver", "all_may_serve", "standing_together", "start_together", "stop_together", "worker_of"]
+__all__ = [
+    "WorkerReceiver",
+    "all_may_serve",
+    "await_all",
+    "standing_together",
+    "start_together",
+    "stop_together",
+    "worker_of",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -175,6 +183,13 @@ def all_may_serve(scheduler: Any, worker: WorkerReceiver) -> bool:
     vote = torch.tensor([1 if worker.live.may_serve else 0], dtype=torch.int32)
     dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=scheduler.weight_updater.tp_cpu_group)
     return bool(vote.item())
+
+
+def await_all(scheduler: Any) -> None:
+    """Return when every worker of the engine has come here. SGLang answers a driver as soon as one worker is done, and
+    the driver would take the others' memory for free, or for back, before it is.
+    """
+    dist.barrier(group=scheduler.weight_updater.tp_cpu_group)
 
 
 def _tried[T](action: Callable[[], T], directory: str) -> tuple[T | None, str]:
