@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from weftpub.errors import ConfigError, DeadlineError, StateError, TornError
 from weftpub.receive import EngineSide, Readiness
@@ -36,13 +37,21 @@ class Config:
 
 
 @pytest.fixture
-def scheduler(hf_config: dict[str, Any]) -> Iterator[Any]:
+def alone() -> Iterator[Any]:
+    """The group of an engine's workers, where there is one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def scheduler(hf_config: dict[str, Any], alone: Any) -> Iterator[Any]:
     served = build_model(hf_config)
     runner = SimpleNamespace(model=served.model, model_config=SimpleNamespace(hf_config=Config(hf_config)))
     with served.active():
         yield SimpleNamespace(
             tp_worker=SimpleNamespace(model_runner=runner),
-            weight_updater=SimpleNamespace(offload_tags=set()),
+            weight_updater=SimpleNamespace(offload_tags=set(), tp_cpu_group=alone),
             memory_saver_adapter=SimpleNamespace(enabled=True),
             server_args=SimpleNamespace(cpu_offload_gb=0, enable_lora=False, weight_cache_mode="off"),
             disaggregation_mode=SimpleNamespace(value="null"),
