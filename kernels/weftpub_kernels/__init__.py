@@ -3,7 +3,7 @@ any bytes.
 
 One convention rules here: blocks of 128x128, codes in float8_e4m3fn, ``value = code * dequant scale``. The numeric
 contract is recipe.py, the plain-torch reference (bit-exact on a CPU) reference.py, the GPU kernels triton_quantize.py,
-triton_checksum.py and triton_copy.py. Importing this package imports no Triton.
+triton_transpose.py, triton_checksum.py and triton_copy.py. Importing this package imports no Triton.
 """
 
 from .checksum import SpanChecksums, checksum, checksum_many, checksum_rows_from_sums, checksum_spans
@@ -22,6 +22,7 @@ from .errors import (
 from .nonfinite import NonFiniteMonitor
 from .pair import QuantizedPair
 from .recipe import BLOCK, PRESETS, Recipe, require_publishable
+from .transposes import transpose
 
 __all__ = [
     "BLOCK",
@@ -48,4 +49,5 @@ __all__ = [
     "quantize_into",
     "quantize_pair",
     "require_publishable",
+    "transpose",
 ]

@@ -26,7 +26,17 @@ from .recipe import BLOCK, Recipe
 from .triton_quantize import COLUMNS_FIRST, NUM_WARPS, ROWS_FIRST, quantize_tiles
 from .tuning import Tuning, choose
 
-__all__ = ["Variant", "batch_strides", "compile_kernel", "fixed_strides", "idle_monitor", "launch", "settle"]
+__all__ = [
+    "Pointer",
+    "Variant",
+    "batch_stride",
+    "batch_strides",
+    "compile_kernel",
+    "fixed_strides",
+    "idle_monitor",
+    "launch",
+    "settle",
+]
 
 _MAX_PLANS = 4096
 _MOST_FIXED = 32768  # longest row that is compiled in: the self-test needs hundreds of them
@@ -230,7 +240,7 @@ def compile_kernel(
     layouts = (COLUMNS_FIRST, ROWS_FIRST)
     constants = (address, *x.shape[-2:], 0, *strides, *variant.operators, *switches, *layouts)
     dtypes = (x.dtype, out.w.dtype, out.wt.dtype, torch.float32, torch.float32, torch.int64, torch.int64)
-    buffers = [_Pointer(dtype, variant.aligned) for dtype in dtypes]
+    buffers = [Pointer(dtype, variant.aligned) for dtype in dtypes]
     limited = tuning.registers is not None and variant.even and "divide" not in variant.operators
     options = {"maxnreg": tuning.registers} if limited else {}
     compiled = quantize_tiles.warmup(*buffers, 0, *constants, grid=(1,), num_warps=NUM_WARPS, **options)
@@ -242,7 +252,7 @@ def batch_strides(x: torch.Tensor, out: QuantizedPair) -> list[int] | None:
     stride."""
     strides: list[int] = []
     for tensor in (x, out.w, out.wt, out.scale, out.scale_t, out.scale if out.sums is None else out.sums[..., 0]):
-        step = _batch_stride(tensor)
+        step = batch_stride(tensor)
         if step is None:
             return None
         strides += [step, *tensor.stride()[-2:]]
@@ -265,7 +275,7 @@ def _launch_slices(
         launch(x[i], out[i], recipe, monitor, None if name is None else name[i * each : (i + 1) * each], tuning)
 
 
-def _batch_stride(tensor: torch.Tensor) -> int | None:
+def batch_stride(tensor: torch.Tensor) -> int | None:
     """Elements from one matrix to the next over all leading dimensions, 0 for one matrix, None when there is no one
     step."""
     step: int | None = None
@@ -285,7 +295,7 @@ def _weights(columns: int, device: torch.device) -> torch.Tensor:
     return sum_weights(columns).to(device)
 
 
-class _Pointer:
+class Pointer:
     """Stands for a buffer while compiling: its dtype, and whether its address may be taken as a multiple of 16."""
 
     def __init__(self, dtype: torch.dtype, aligned: bool) -> None:

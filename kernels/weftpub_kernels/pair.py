@@ -17,7 +17,7 @@ import torch
 from .errors import DtypeError, ShapeError
 from .recipe import BLOCK, TILE_PARTS
 
-__all__ = ["QuantizedPair", "grid_of", "has_storage", "overlaps", "span"]
+__all__ = ["QuantizedPair", "grid_of", "has_storage", "overlaps", "overlaps_itself", "span"]
 
 _TYPES = {
     "w": torch.float8_e4m3fn,
@@ -76,7 +76,7 @@ def _ghost(tensor: torch.Tensor) -> np.ndarray:
     return np.asarray(Interface())
 
 
-def _overlaps_itself(tensor: torch.Tensor) -> bool:
+def overlaps_itself(tensor: torch.Tensor) -> bool:
     """True unless, ordered by stride, each dimension steps over everything below it: then no element is written
     twice."""
     extent = 1
@@ -131,7 +131,7 @@ class QuantizedPair:
                 raise ShapeError(
                     f"the {TILE_PARTS} sums of a tile must lie side by side, found strides {tensor.stride()}"
                 )
-            if _overlaps_itself(tensor):
+            if overlaps_itself(tensor):
                 raise ShapeError(
                     f"{name} with strides {tensor.stride()} has elements at one address; give it memory of its own"
                 )

@@ -1,10 +1,10 @@
-"""The test that every compiled variant of the kernel passes on its device before its first real use.
+"""The test that every compiled variant of a kernel passes on its device before its first real use.
 
 Triton has miscompiled this very kernel's ancestors on sm_90 without a sign, so nothing is taken on trust: on a small
 matrix of awkward values W^T must equal W.T, scale_t must equal scale.T, and every byte, tile sum and non-finite note
 must be what plain torch says on the CPU. For presets with approximate division, whose bytes a CPU cannot know, each
 block's scale must lie within two ulp of the exact one and its codes be those of a multiplier within two ulp of the
-exact reciprocal.
+exact reciprocal. The transposition must move random bytes exactly, and touch none beside them.
 """
 
 import dataclasses
@@ -15,12 +15,14 @@ import torch
 
 from .errors import KernelSelfTestError, NonFiniteError
 from .launch import Variant, launch
+from .launch_transpose import Variant as TurnVariant
+from .launch_transpose import launch as launch_turn
 from .nonfinite import NonFiniteMonitor
 from .pair import QuantizedPair
 from .recipe import BLOCK, FP8_MAX, Recipe
 from .reference import block_amax, block_scales, fp8_codes, quantize_reference
 
-__all__ = ["awkward_matrix", "check_variant"]
+__all__ = ["awkward_matrix", "check_turned", "check_variant", "turned_memory"]
 
 
 def awkward_matrix(rows: int, columns: int, dtype: torch.dtype, seed: int = 5) -> torch.Tensor:
@@ -114,6 +116,55 @@ def _finds_non_finite(where: str, x: torch.Tensor, recipe: Recipe, variant: Vari
                 continue
             raise KernelSelfTestError(f"{where}: {value} at {row}, {column} was found as: {error}") from error
         raise KernelSelfTestError(f"{where}: {value} at row {row}, column {column} was not found")
+
+
+def turned_memory(variant: TurnVariant, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two matrices [2, M, N] of random bytes and poisoned room for their transposes, whose sizes and strides ask for
+    just this variant of the transposition."""
+    rows, columns = (256, 384) if variant.even else (272 if variant.write_words else 201, 304)
+    if not (variant.even or variant.read_words):
+        columns = 301
+    random = torch.from_numpy(np.random.default_rng(11).integers(0, 256, (2, rows, columns), dtype=np.uint8))
+    w = _room(random.shape, variant.read_words, device)
+    w.copy_(random)
+    return w, _room((2, columns, rows), variant.write_words, device)
+
+
+def _room(shape: tuple[int, ...] | torch.Size, words: bool, device: torch.device) -> torch.Tensor:
+    """Bytes 0xEE, rows apart by whole words, or every other one of them, off alignment."""
+    count, rows, columns = shape
+    step, shift, row = (1, 0, columns + 32) if words else (2, 1, 2 * columns + 3)
+    memory = torch.full((count * rows * row + shift,), 0xEE, dtype=torch.uint8, device=device)
+    return memory[shift:].view(count, rows, row)[:, :, : step * columns : step]
+
+
+def check_turned(variant: TurnVariant, device: torch.device) -> None:
+    """Run the variant of the transposition on the device and compare. Raises KernelSelfTestError when any byte is
+    wrong."""
+    w, wt = turned_memory(variant, device)
+    scale = scale_t = None
+    if variant.scales:
+        blocks = (2, -(-w.shape[1] // BLOCK), -(-w.shape[2] // BLOCK))
+        scale = torch.arange(math.prod(blocks), dtype=torch.float32, device=device).view(blocks)
+        scale_t = torch.full_like(scale.transpose(1, 2), -1.0, memory_format=torch.contiguous_format)
+    want = _everything(wt)
+    _inside(want, wt).copy_(w.cpu().transpose(1, 2))
+    launch_turn(w, wt, scale, scale_t, variant.turn)
+    where = f"{w.shape[1]}x{w.shape[2]} on {device}"
+    _same(f"W^T of {where}", _inside(_everything(wt), wt).flatten(0, 1), _inside(want, wt).flatten(0, 1))
+    _same(f"what lies around W^T of {where}", _everything(wt)[None], want[None])
+    if scale is not None and scale_t is not None:
+        _same(f"scale_t of {where}", scale_t.flatten(0, 1), scale.transpose(1, 2).flatten(0, 1))
+
+
+def _everything(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the CPU of all bytes behind the tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage()).cpu()
+
+
+def _inside(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The part of such a copy that is the tensor."""
+    return memory.as_strided(like.shape, like.stride(), like.storage_offset())
 
 
 def _near(where: str, x: torch.Tensor, got: QuantizedPair, recipe: Recipe) -> None:

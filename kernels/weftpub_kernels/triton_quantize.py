@@ -23,6 +23,7 @@ from triton.experimental.gluon import language as gl
 from triton.language import PropagateNan
 
 from .fragments import LOAD_ASM, LOAD_CONSTRAINTS, SUM_ASM, SUM_CONSTRAINTS, THREADS
+from .triton_transpose import turn
 
 __all__ = ["COLUMNS_FIRST", "NUM_WARPS", "ROWS_FIRST", "quantize_tiles"]
 
@@ -139,7 +140,7 @@ def quantize_tiles(
     else:
         gl.store(at, codes.to(gl.float8e4nv, bitcast=True), mask=mask)
 
-    turned = _turn(codes, LAYOUT_T)
+    turned = turn(codes, LAYOUT_T)
     if SUMS and APART:  # ptxas puts W's stores off until the sums are made, unless the weights come after them
         fragments = _load_weights(weights, LAYOUT_T)
     if SUMS and not LATE:  # before W^T is stored, so that its steps and these stores can fill each other's waits
@@ -262,35 +263,6 @@ def _codes(scaled, zero, EVEN: gl.constexpr):
             pack=4,
         )
     return codes
-
-
-@gluon.jit
-def _turn(codes, LAYOUT_T: gl.constexpr):
-    """The same codes in ROWS_FIRST registers: each 4x4 block of bytes, four words of a thread, is transposed in
-    place."""
-    blocks = gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 a, b, c, d;
-        prmt.b32 a, $4, $5, 0x5140;
-        prmt.b32 b, $6, $7, 0x5140;
-        prmt.b32 c, $4, $5, 0x7362;
-        prmt.b32 d, $6, $7, 0x7362;
-        prmt.b32 $0, a, b, 0x5410;
-        prmt.b32 $1, a, b, 0x7632;
-        prmt.b32 $2, c, d, 0x5410;
-        prmt.b32 $3, c, d, 0x7632;
-        }
-        """,
-        "=&r,=&r,=&r,=&r,r,r,r,r",
-        [codes],
-        dtype=gl.uint8,
-        is_pure=True,
-        pack=16,
-    )
-    # The block's element (i, j) now stands where (j, i) stood; renaming the indices costs nothing.
-    turned = gl.reshape(gl.permute(gl.reshape(blocks, [32, 4, 32, 4]), [0, 3, 2, 1]), [128, 128])
-    return gl.convert_layout(turned, LAYOUT_T)
 
 
 @gluon.jit

@@ -1,13 +1,14 @@
-"""How the kernel is compiled for a grid: registers, and how loads and stores treat the cache. No byte depends on it.
+"""How the kernels are compiled: registers, and how loads and stores treat the cache. No byte depends on it.
 
 Three programs of 256 threads share a multiprocessor at 80 registers, two without a limit. Which is faster depends on
 how the programs of a launch divide among the multiprocessors, so the rows below go by programs per multiprocessor.
-They were measured on an H200 by ``python -m weftpub_kernels.bench.tune``, which prints such rows for any GPU.
+They were measured on an H200 by ``python -m weftpub_kernels.bench.tune``, which prints such rows for any GPU. The
+transposition has one way for all launches; ``python -m weftpub_kernels.bench.transpose`` compares it with others.
 """
 
 from dataclasses import dataclass
 
-__all__ = ["ROWS", "Tuning", "choose"]
+__all__ = ["BYTEWISE", "ROWS", "TURN", "Tuning", "Turn", "choose"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,3 +48,22 @@ ROWS: list[tuple[float, Tuning]] = [
 def choose(programs: int, processors: int) -> Tuning:
     """The row for a launch of that many programs on a GPU of that many multiprocessors."""
     return next(tuning for most, tuning in ROWS if programs <= most * processors)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One way to compile the transposition: each thread holds 16 rows x ``columns`` (4, 8 or 16) bytes, and ``down``
+    (4 or 8) threads of a warp lie one below the other, so that a warp reads ``32 * columns / down`` neighbouring bytes
+    of W and writes ``16 * down`` of W^T. ``down_first`` starts the programs of a column of blocks one after the other,
+    not those of a row. ``cache`` is Triton's modifier for the stores.
+    """
+
+    columns: int = 16
+    down: int = 8
+    down_first: bool = False
+    cache: str = ""
+
+
+TURN = Turn()
+BYTEWISE = Turn(columns=4, down=4)
+"""For memory that cannot be read or written in words of 16 bytes: few registers, since every byte has an address."""

@@ -10,6 +10,7 @@ from weftpub.device import pinned
 from weftpub.errors import ConfigError, StateError
 from weftpub.memory import Allocator
 from weftpub.store.layout import BUFFERS, LayerStore, MatrixView, StoreLayout, Wt
+from weftpub_kernels import transpose
 
 __all__ = ["StoreMemory"]
 
@@ -54,11 +55,11 @@ class StoreMemory:
 
     def transpose(self, position: int) -> None:
         """Write the transposed buffers of one layer from its W and scales; enqueued on the current stream."""
-        for name, target in self._transposed[position].items():
-            source = self._published[position][name.removesuffix("_t")].transpose(1, 2)
-            if target.element_size() == 1:
-                source, target = source.view(torch.uint8), target.view(torch.uint8)
-            target.copy_(source)
+        published, transposed = self._published[position], self._transposed[position]
+        if transposed:  # none in BF16
+            for name in BUFFERS.values():
+                w, scale = published[name], published[f"{name}_scale"]
+                transpose(w, transposed[f"{name}_t"], scale, transposed[f"{name}_scale_t"])
 
     def footprint(self) -> dict[str, int]:
         """Bytes on the device when resident, by kind: "w", "scale", "wt", "scale_t"."""
