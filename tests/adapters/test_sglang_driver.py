@@ -181,7 +181,7 @@ class FakePublisher:
 
     def status(self) -> dict[int, StatusReport]:
         if self.stale:
-            raise StateError("a publisher that started later has taken over; this one is stale")
+            raise StateError("a publisher that came later has taken over; this one is stale")
         fields: dict[str, Any] = {"digest": "", "incoming": None, "lost": None, "plan_digest": ""}
         return {
             rank: StatusReport(

@@ -27,6 +27,7 @@ class Room:
     peers: list[Peer]
     stack: ExitStack
     options: dict[str, Any] = field(default_factory=dict)
+    threads: list[ReceiverThread] = field(default_factory=list)
 
     @property
     def record(self) -> Path:
@@ -47,6 +48,14 @@ class Room:
         publisher = Publisher(options.pop("run_id"), options.pop("plan"), options.pop("peers"), **options)
         return self.stack.enter_context(publisher)
 
+    def restart_receivers(self) -> None:
+        """Put another receiver in every one's place; it remembers nothing but the version that its engine holds."""
+        for thread in self.threads:
+            thread.stop()
+        for number, (engine, peer) in enumerate(zip(self.engines, self.peers, strict=True)):
+            receiver = Receiver(engine, run_id="run", version=engine.version)
+            self.threads[number] = self.stack.enter_context(ReceiverThread(receiver, peer.address))
+
     def recorded(self) -> int | None:
         """The version that the record commits."""
         return json.loads(self.record.read_text())["version"] if self.record.exists() else None
@@ -59,17 +68,17 @@ def open_room(
     """Start every engine rank of `world`, holding `version`."""
     folder = folder / f"room{next(_NUMBERS)}"
     with ExitStack() as stack:
-        engines, peers = [], []
+        engines, peers, threads = [], [], []
         for engine in range(world.engines):
             for rank in range(world.ranks):
                 fake = FakeEngine(world, engine, rank, device=options.pop("device", "cpu"))
                 load(fake, version)
                 receiver = Receiver(fake, run_id="run", version=version, silence=silence)
                 address = unix_address(folder / "s", f"r{len(engines)}")
-                stack.enter_context(ReceiverThread(receiver, address))
+                threads.append(stack.enter_context(ReceiverThread(receiver, address)))
                 peers.append(Peer(len(engines), address, fake.name))
                 engines.append(fake)
-        yield Room(world, folder, engines, peers, stack, options)
+        yield Room(world, folder, engines, peers, stack, options, threads)
 
 
 def load(engine: FakeEngine, version: int | None) -> None:

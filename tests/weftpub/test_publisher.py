@@ -489,7 +489,7 @@ class TestDriver:
         stale, present = room.publisher(), room.publisher()
         stale.publish(1, SMALL.sources(0, 1))
         present.publish(2, SMALL.sources(0, 2))
-        with pytest.raises(StateError, match="started later has taken over"):
+        with pytest.raises(StateError, match="came later has taken over"):
             stale.publish(3, SMALL.sources(0, 3))
         for engine in room.engines:
             assert_serves(engine, 2)
@@ -524,6 +524,37 @@ class TestDriver:
         publisher.take_over()
         publisher.publish(2, SMALL.sources(0, 2))
         assert states(publisher) == ["serving", "serving"]
+
+    def test_who_came_later_counts_whatever_the_clocks_say(self, room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A driver was restarted on a host whose clock was behind, and receivers called it stale: they went on waiting
+        for one that had died."""
+        monkeypatch.setattr(time, "time_ns", lambda: 1_000)
+        first = room.publisher()
+        first.publish(1, SMALL.sources(0, 1))
+        monkeypatch.setattr(time, "time_ns", lambda: 900)
+        elsewhere = room.publisher(commit_path=room.folder / "other-host" / "commit.json")
+        elsewhere.publish(2, SMALL.sources(0, 2))
+        with pytest.raises(StateError, match="this one is stale"):
+            first.status()
+        first.take_over()
+        assert states(first) == ["serving", "serving"]
+        with pytest.raises(StateError, match="this one is stale"):
+            elsewhere.publish(3, SMALL.sources(0, 3))
+
+    def test_a_stale_publisher_stays_stale_when_every_receiver_was_restarted(self, tmp_path: Path) -> None:
+        """Receivers that are restarted remember no epoch; the file beside the commit record does."""
+        with open_room(SMALL, tmp_path) as room:
+            stale, present = room.publisher(), room.publisher()
+            stale.status()
+            present.status()
+            room.restart_receivers()
+            assert states(present) == ["serving", "serving"]
+            room.restart_receivers()
+            restarted = room.publisher()
+            restarted.status()
+            for one in (stale, present):
+                with pytest.raises(StateError, match="this one is stale"):
+                    one.status()
 
     def test_a_publisher_of_another_run_is_refused(self, room: Room) -> None:
         with pytest.raises(StateError, match="belongs to run 'run'"):
@@ -623,6 +654,28 @@ class TestDriver:
         later.publish(2, SMALL.sources(0, 2))
         assert room.recorded() == 2
 
+    def test_an_engine_that_rests_with_the_committed_version_needs_no_publish(self, room: Room) -> None:
+        """A driver paused its engines and died. Its successor was told to publish all of a version whose bytes lay in
+        them, whole and committed."""
+        publisher = room.publisher()
+        publisher.publish(1, SMALL.sources(0, 1))
+        publisher.pause()
+        report = room.publisher().recover(resume=False)
+        assert (report.version, report.finished, report.publish) == (1, ("engine0",), {})
+        assert not any(engine.serving for engine in room.engines)
+        restarted = room.publisher()
+        assert restarted.recover().finished == ("engine0",)
+        assert states(restarted) == ["serving", "serving"]
+        for engine in room.engines:
+            assert_serves(engine, 1)
+        restarted.pause()
+        room.engines[1].offload()
+        for resume in (False, True):
+            report = room.publisher().recover(resume=resume)
+            assert report.finished == ()
+            assert "paused with version 1, paused without version 1" in report.publish["engine0"]
+        assert not any(engine.serving for engine in room.engines)
+
     def test_recovering_when_nothing_happened(self, room: Room) -> None:
         room.publisher().publish(1, SMALL.sources(0, 1))
         report = room.publisher().recover()
@@ -653,7 +706,7 @@ class TestDriver:
         """A reply that arrives after its request was given up was taken for the reply to the next one."""
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         link = PeerLink(room.peers[0], "run", "a" * 16, local_identity(), context)
-        hello = {"role": "coordinator", "started_ns": time.time_ns(), "identity": local_identity()}
+        hello = {"role": "coordinator", "epoch": 1, "identity": local_identity()}
         link.post(m.Hello, Deadline("", "hello", 5), **hello)
         link.post(m.Pause, Deadline("", "pause", 5))
         replies, faults = exchange({link: (m.Describe, {})}, "describe", 5)
@@ -769,7 +822,7 @@ def test_a_receiver_that_is_there_has_all_of_its_time_behind_one_that_is_not(roo
     here = local_identity()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     links = [PeerLink(peer, "run", "a" * 16, here, context) for peer in (absent, room.peers[1])]
-    hello = {"role": "observer", "started_ns": 1, "identity": here}
+    hello = {"role": "observer", "identity": here}
     exchange({links[1]: (m.Hello, hello)}, "hello", 10.0)
     replies, faults = exchange(dict.fromkeys(links, (m.Describe, {})), "describe", 1.0)
     assert list(replies) == [links[1]]

@@ -192,7 +192,7 @@ class Moment:
 MOMENTS = {
     "before the first byte": Moment(Transfer, "_post_next", 0, ""),
     "in the middle": Moment(Transfer, "_post_next", 3, "said nothing for 3 s in the middle of version"),
-    "after the last byte": Moment(Coordinator, "verify_ahead", 0, "said nothing for 3 s in the middle of version"),
+    "after the last byte": Moment(Coordinator, "ask_to_verify", 0, "said nothing for 3 s in the middle of version"),
     "after verification": Moment(Publisher, "_record", 0, ""),
     "after the record": Moment(Coordinator, "commit", 0, ""),
 }
@@ -258,7 +258,7 @@ def test_a_stale_publisher_is_refused_and_the_present_one_goes_on(
     publisher.publish(301, WORLD.sources(0, 301))
     with make_publisher(remotes, tmp_path / "present") as present:
         present.publish(302, WORLD.sources(0, 302))
-        with pytest.raises(StateError, match="a publisher that started later has taken over"):
+        with pytest.raises(StateError, match="a publisher that came later has taken over"):
             publisher.publish(303, WORLD.sources(0, 303))
         check_all(remotes, 302)
         other = Publisher("other", WORLD.plan(), [r.peer for r in remotes], commit_path=tmp_path / "other.json")

@@ -1,6 +1,7 @@
 """Several sender ranks: each sends its own, replicas are proven equal, one rank's failure ends the publish on all."""
 
 import multiprocessing as mp
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,8 +18,10 @@ from weftpub.errors import ChannelError, ConfigError, DeadlineError, ManifestErr
 from weftpub.plan import Move
 from weftpub.publisher import Publisher, RankGroup, SoloGroup, ThreadGroup, TorchGroup, barrier
 from weftpub.publisher.agreement import agree
+from weftpub.publisher.sender import Sender
 from weftpub.publisher.transfer import Transfer
 from weftpub.receive.reception import Reception
+from weftpub.version import EngineState
 
 EXTRA = (("model.norm.weight", (256,), torch.float32),)
 
@@ -204,6 +207,31 @@ class TestFailures:
             publish_all(room, senders, 2)
             for engine in room.engines:
                 assert_serves(engine, 2)
+
+
+def test_a_sender_that_hashes_for_long_is_not_taken_for_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several sender ranks nobody said a word to the receivers while the slowest one computed its sha256: after
+    `silence` seconds they took their publisher for dead, and tore what they had received."""
+    world = World(experts=4, ep=2, send_ep=2, extra=EXTRA)
+    digests = Sender.sha256
+    with open_room(world, tmp_path, silence=5.0) as room:
+        receivers = [thread.receiver for thread in room.threads]
+
+        def slowly(self: Sender) -> dict[str, list[str]]:
+            until = time.monotonic() + 20.0
+            while any(one.state.state is EngineState.RECEIVING for one in receivers) and time.monotonic() < until:
+                time.sleep(0.01)
+            assert {one.state.state for one in receivers} == {EngineState.VERIFIED}, "a receiver gave up"
+            return digests(self)
+
+        monkeypatch.setattr(Sender, "sha256", slowly)
+        senders = publishers(room)
+        works = [lambda r=r, p=p: p.publish(1, world.sources(r, 1), verify_sha256=True) for r, p in enumerate(senders)]
+        reports = run_ranks(works)
+        assert reports[0] == reports[1]
+        assert reports[0].sha256
+        for engine in room.engines:
+            assert_serves(engine, 1)
 
 
 def test_describing_and_recovering_return_on_every_rank(tmp_path: Path) -> None:

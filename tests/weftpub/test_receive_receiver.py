@@ -45,9 +45,9 @@ class Driver:
     def ask(self, kind: Any, **fields: Any) -> Any:
         return self.receiver.handle(kind(**{"run_id": "run", "session": self.session, "request": 1, **fields}))
 
-    def hello(self, session: str = "a" * 16, started_ns: int = 10, role: str = "coordinator") -> Any:
+    def hello(self, session: str = "a" * 16, epoch: int = 10, role: str = "coordinator") -> Any:
         self.session = session
-        return self.ask(m.Hello, role=role, started_ns=started_ns, identity=local_identity())
+        return self.ask(m.Hello, role=role, epoch=epoch, identity=local_identity())
 
     @property
     def state(self) -> S:
@@ -167,7 +167,7 @@ def test_observers_ask_and_leave_the_publisher_alone(receiving: Driver) -> None:
     publisher = receiving.session
     receiver = receiving.receiver
     receiver._silence = 0.05
-    welcome = receiving.hello("e" * 16, started_ns=99, role="observer")
+    welcome = receiving.hello("e" * 16, epoch=99, role="observer")
     assert welcome.status.state is S.RECEIVING
     assert receiving.ask(m.Describe).description.rank == 0
     assert receiving.ask(m.Status).status.incoming == 2
@@ -180,7 +180,7 @@ def test_observers_ask_and_leave_the_publisher_alone(receiving: Driver) -> None:
     receiving.session = publisher
     receiving.chunk(0)
     time.sleep(0.06)
-    receiving.hello("f" * 16, started_ns=99, role="observer")  # no word of the publisher
+    receiving.hello("f" * 16, epoch=99, role="observer")  # no word of the publisher
     receiver.tick()
     assert receiving.state is S.TORN
     for number in range(20):
@@ -216,7 +216,7 @@ def any_chunk(driver: Driver) -> Any:
         pytest.param(lambda d: d.begin(2, plan_digest="c" * 64), "does not have; send the plan", id="other-plan"),
         pytest.param(lambda d: d.ask(m.Status, run_id="other"), "belongs to run 'run'", id="other-run"),
         pytest.param(lambda d: d.ask(m.Status, session="c" * 16), "later publisher took over", id="other-session"),
-        pytest.param(lambda d: d.hello("c" * 16, started_ns=9), "this one is stale", id="older-publisher"),
+        pytest.param(lambda d: d.hello("c" * 16, epoch=9), "this one is stale", id="older-publisher"),
         pytest.param(lambda d: d.hello("c" * 16, role="sender"), "is not open", id="sender-without-session"),
     ],
 )
@@ -507,15 +507,42 @@ def test_a_version_that_was_lost_is_not_gone_behind_by_itself(driver: Driver) ->
 
 
 def test_a_take_over_counts_against_publishers_that_have_not_greeted_yet(driver: Driver) -> None:
-    driver.hello("a" * 16, started_ns=30)  # take_over() of the present one
+    driver.hello("a" * 16, epoch=30)  # take_over() of the present one
     with pytest.raises(StateError, match="this one is stale"):
-        driver.hello("e" * 16, started_ns=20)
-    driver.hello("e" * 16, started_ns=31)
+        driver.hello("e" * 16, epoch=20)
+    driver.hello("e" * 16, epoch=31)
+
+
+def test_of_two_publishers_with_one_epoch_every_receiver_takes_the_same(driver: Driver) -> None:
+    """Two that come in at the same moment are told the same epoch, and reach two receivers in different orders: each
+    receiver would have listened to another one."""
+    other = Driver()
+    for one, order in ((driver, "ce"), (other, "ec")):
+        for name in order:
+            if (name, order) == ("c", "ec"):
+                with pytest.raises(StateError, match="this one is stale"):
+                    one.hello(name * 16, epoch=11)
+            else:
+                one.hello(name * 16, epoch=11)
+    for one in (driver, other):
+        assert one.ask(m.Status, session="e" * 16).status.state is S.SERVING
+        with pytest.raises(StateError, match="later publisher took over"):
+            one.ask(m.Status, session="c" * 16)
+
+
+def test_a_newcomer_is_told_the_epoch_and_disturbs_nobody(receiving: Driver) -> None:
+    publisher = receiving.session
+    assert receiving.hello("c" * 16, epoch=0, role="newcomer").epoch == 10
+    with pytest.raises(StateError, match="later publisher took over"):
+        receiving.ask(m.Status)
+    receiving.session = publisher
+    receiving.chunk(0)
+    assert receiving.state is S.RECEIVING
 
 
 def test_a_later_publisher_takes_over(receiving: Driver) -> None:
     receiving.chunk(0)
-    receiving.hello("e" * 16, started_ns=11)
+    receiving.hello("e" * 16, epoch=11)
     assert receiving.state is S.TORN
     assert "another publisher took over" in receiving.engine.fenced
     receiving.session = "a" * 16
@@ -529,7 +556,7 @@ def test_a_later_publisher_takes_over(receiving: Driver) -> None:
 def test_a_verified_version_waits_for_a_later_publisher(receiving: Driver) -> None:
     receiving.chunks()
     receiving.verify()
-    receiving.hello("e" * 16, started_ns=11)
+    receiving.hello("e" * 16, epoch=11)
     assert receiving.state is S.VERIFIED
     receiving.commit()
     assert receiving.engine.version == 2

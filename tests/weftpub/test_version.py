@@ -165,7 +165,8 @@ def test_a_record_that_cannot_be_read_is_an_error_of_ours(tmp_path: Path) -> Non
         CommitRecord.read(tmp_path)
 
 
-V5, C5, S5 = (S.VERIFIED, 5, DIGEST), (S.COMMITTED, 5, DIGEST), (S.SERVING, 5, DIGEST)
+V5, C5 = (S.VERIFIED, 5, DIGEST, False), (S.COMMITTED, 5, DIGEST, True)
+S5, P5 = (S.SERVING, 5, DIGEST, True), (S.PAUSED, 5, DIGEST, True)
 
 
 @pytest.mark.parametrize(
@@ -174,11 +175,15 @@ V5, C5, S5 = (S.VERIFIED, 5, DIGEST), (S.COMMITTED, 5, DIGEST), (S.SERVING, 5, D
         pytest.param([V5, V5], "finish", id="nobody-heard"),
         pytest.param([C5, V5], "finish", id="one-heard"),
         pytest.param([S5, S5], "finish", id="all-serve"),
-        pytest.param([V5, (S.VERIFIED, 5, "b" * 64)], "publish", id="other-digest"),
-        pytest.param([V5, (S.TORN, None, "")], "publish", id="one-torn"),
-        pytest.param([V5, (S.SERVING, 4, DIGEST)], "publish", id="one-old"),
-        pytest.param([V5, (S.RECEIVING, 4, "")], "publish", id="one-receiving"),
-        pytest.param([(S.PAUSED, 5, DIGEST)] * 2, "publish", id="paused"),
+        pytest.param([P5, P5], "finish", id="paused-and-whole"),
+        pytest.param([P5, V5], "finish", id="one-paused-and-whole"),
+        pytest.param([V5, (S.VERIFIED, 5, "b" * 64, False)], "publish", id="other-digest"),
+        pytest.param([V5, (S.TORN, None, "", False)], "publish", id="one-torn"),
+        pytest.param([V5, (S.SERVING, 4, DIGEST, True)], "publish", id="one-old"),
+        pytest.param([V5, (S.RECEIVING, 5, DIGEST, True)], "publish", id="one-receiving"),
+        pytest.param([P5, (S.PAUSED, 5, DIGEST, False)], "publish", id="one-paused-after-an-offload"),
+        pytest.param([C5, (S.COMMITTED, 5, DIGEST, False)], "publish", id="one-offloaded-before-it-served"),
+        pytest.param([P5, (S.PAUSED, 5, "", True)], "publish", id="loaded-with-it"),
         pytest.param([], "publish", id="no-ranks"),
     ],
 )

@@ -35,17 +35,25 @@ class Coordinator:
         policy: what an engine's failure means for the others.
         deadlines: for every wait.
         here: this process.
-        started_ns: when this publisher started.
+        take_epoch: called once, when the receivers have been heard: given the highest epoch among theirs, this
+            publisher's.
     """
 
     def __init__(
-        self, links: Sequence[PeerLink], policy: FailurePolicy, deadlines: Deadlines, here: Identity, started_ns: int
+        self,
+        links: Sequence[PeerLink],
+        policy: FailurePolicy,
+        deadlines: Deadlines,
+        here: Identity,
+        take_epoch: Callable[[int], int],
     ) -> None:
         self.links = tuple(links)
         self.failed: dict[str, WeftpubError] = {}
         self._policy = policy
         self._deadlines = deadlines
-        self._hello: _Fields = {"role": "coordinator", "started_ns": started_ns, "identity": here}
+        self._here = here
+        self._take_epoch = take_epoch
+        self._epoch: int | None = None
         self._posted: dict[PeerLink, int] = {}
         self._begun: dict[PeerLink, int] = {}
         self._served: set[str] = set()
@@ -66,8 +74,10 @@ class Coordinator:
 
     def greet_early(self) -> None:
         """Send the greetings of the coming `meet`, so that they are answered while this rank does something else."""
+        if self._epoch is None:
+            return
         for link in self.links:
-            number = link.post_ahead(m.Hello, **self._hello)
+            number = link.post_ahead(m.Hello, **self._hello(self._epoch))
             if number is not None:
                 self._posted[link] = number
 
@@ -78,9 +88,12 @@ class Coordinator:
             tolerant: engines that cannot be reached are left out, whatever the policy.
         """
         self.met = True
-        greetings = dict.fromkeys(self.links, (m.Hello, self._hello))
+        absent = self._come_in() if self._epoch is None else {}
+        fields = self._hello(self._epoch or 0)
+        greetings = {link: (m.Hello, fields) for link in self.links if link not in absent}
         posted, self._posted = self._posted, {}
-        _, faults = exchange(greetings, "hello", self._deadlines.hello, posted)
+        _, refused = exchange(greetings, "hello", self._deadlines.hello, posted)
+        faults = {**absent, **refused}
         if tolerant:
             self.failed.update({link.engine: error for link, error in faults.items()})
         else:
@@ -90,6 +103,17 @@ class Coordinator:
             for engine, links in by_engine(self.alive).items()
             if all(link.status is not None and link.status.state is EngineState.SERVING for link in links)
         }
+
+    def _hello(self, epoch: int) -> _Fields:
+        return {"role": "coordinator", "epoch": epoch, "identity": self._here}
+
+    def _come_in(self) -> dict[PeerLink, WeftpubError]:
+        """Take an epoch above all that receivers have heard of; the receivers that cannot be reached."""
+        newcomer: _Fields = {"role": "newcomer", "identity": self._here}
+        replies, absent = exchange(dict.fromkeys(self.links, (m.Hello, newcomer)), "hello", self._deadlines.hello)
+        heard = [reply.epoch for reply in replies.values() if isinstance(reply, m.Welcome)]
+        self._epoch = self._take_epoch(max(heard, default=0))
+        return absent
 
     def describe(self) -> list[m.Described]:
         """Every rank's description."""
@@ -156,13 +180,15 @@ class Coordinator:
                 return link.error_of(reply)
         return None
 
-    def verify_ahead(self, link: PeerLink, manifest: Manifest, *, sha256: bool) -> None:
-        """Ask one receiver to verify, behind the last chunk that it will be sent; `verify` takes its answer. One that
-        cannot take it now is asked then.
+    def ask_to_verify(self, manifest: Manifest, links: Sequence[PeerLink] | None = None, *, sha256: bool) -> None:
+        """Ask receivers that have been sent their last chunk to verify, unless they were; by default all of them.
+        `verify` takes their answers. One that cannot take it now is asked then.
         """
-        number = link.post_ahead(m.Verify, **_verify_fields(manifest, sha256))
-        if number is not None:
-            self._posted[link] = number
+        fields = _verify_fields(manifest, sha256)
+        for link in self.alive if links is None else links:
+            number = None if link in self._posted else link.post_ahead(m.Verify, **fields)
+            if number is not None:
+                self._posted[link] = number
 
     def verify(self, manifest: Manifest, *, sha256: bool) -> dict[int, tuple[str, ...]]:
         """Have everybody verify; receiver rank to its pieces' sha256, if asked for."""

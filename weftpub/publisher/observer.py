@@ -2,10 +2,9 @@
 session over.
 
 What starts an engine's receivers, watches a run or looks after a fault asks this way. Asking with a `Publisher` would
-make a trainer's publisher, which started earlier, stale.
+make a trainer's publisher, which came earlier, stale.
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -37,7 +36,7 @@ class Observer:
         check_peers(run_id, peers)
         self._deadlines = Deadlines() if deadlines is None else deadlines
         here = local_identity()
-        self._hello = {"role": "observer", "started_ns": time.time_ns(), "identity": here}
+        self._hello = {"role": "observer", "identity": here}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         session = new_nonce()
         self._links = [PeerLink(peer, run_id, session, here, self._context) for peer in peers]

@@ -5,15 +5,17 @@ The steps, each agreed on by all sender ranks:
     open       all ranks have one plan and speak as one publisher
     announce   every rank computes checksums of what it sends; replicas are proven equal; rank 0 greets every receiver,
                gives it its part of the plan, pauses it, and begins everywhere
-    deliver    every rank sends its pieces; rank 0 has every receiver verify, writes the commit record, commits, resumes
+    send       every rank sends its pieces; rank 0 has every receiver verify
+    deliver    every rank computes its pieces' sha256 if asked to, while receivers do; rank 0 takes their answers,
+               writes the commit record, commits, resumes
 
 A failure before the commit record aborts on every receiver: those that lost nothing serve their old version again, the
 others are torn and fenced. After the record nothing is aborted; `recover` finishes.
 """
 
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from weftpub.errors import CheckpointError, ConfigError, PlanError, StateError, 
 from weftpub.plan import PieceTable, Plan, cut_pieces
 from weftpub.publisher.agreement import agree, as_data, as_error
 from weftpub.publisher.coordinator import Coordinator, FailurePolicy
+from weftpub.publisher.epoch import take_epoch
 from weftpub.publisher.evidence import assemble, check_replicas, compare_sha256
 from weftpub.publisher.groups import RankGroup, SoloGroup
 from weftpub.publisher.peers import Peer, PeerLink, check_peers, exchange
@@ -53,7 +56,7 @@ class Publisher:
         plan: who sends what to whom; None until `set_plan`, as describing the engines comes before planning.
         peers: every receiver, those of all engines.
         commit_path: file of the commit record, on storage that outlives the driver; every run has its own. Rank 0
-            writes it.
+            writes it, and beside it a file that counts the publishers of the run.
         transport: "auto" takes the best that works with each receiver.
         group: the sender ranks; one alone by default.
         deadlines: seconds for every wait.
@@ -86,7 +89,6 @@ class Publisher:
         self._deadlines = Deadlines() if deadlines is None else deadlines
         self._policy: FailurePolicy = on_engine_failure
         self._here = local_identity()
-        self._started_ns = time.time_ns()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._session = new_nonce()
         self._links: dict[int, PeerLink] = {}
@@ -190,7 +192,8 @@ class Publisher:
         try:
             self._open(plan)
             nonce = self._announce(plan, sources, version, checksums or {}, clock, progress, allow_rollback)
-            return self._deliver(plan, nonce, clock, progress, sha256=verify_sha256, resume=resume)
+            sent = self._send_all(plan, nonce, clock, progress, sha256=verify_sha256)
+            return self._deliver(plan, sent, clock, progress, sha256=verify_sha256, resume=resume)
         except BaseException as error:
             self._after_failure(error, version, progress)
             raise
@@ -198,10 +201,9 @@ class Publisher:
             self._sender.end_publish()
 
     def take_over(self) -> None:
-        """Count from now on as a publisher that started just now: receivers that listen to a publisher which started
-        later than this one listen to this one again, and refuse that one. On rank 0, between publishes.
+        """Count as a publisher that has just come in: receivers that listen to one which came later than this one
+        listen to this one again, and refuse that one. On rank 0, between publishes.
         """
-        self._started_ns = time.time_ns()
         self._coordinator = None
 
     def release_sources(self) -> None:
@@ -298,28 +300,53 @@ class Publisher:
 
         self._link(self._agree("open", lambda: plan.digest, conclude, 0.0))
 
-    def _deliver(
-        self, plan: Plan, nonce: str, clock: PhaseClock, progress: "_Progress", *, sha256: bool, resume: bool
-    ) -> PublishReport:
-        """Send, verify, commit, resume."""
+    def _send_all(
+        self, plan: Plan, nonce: str, clock: PhaseClock, progress: "_Progress", *, sha256: bool
+    ) -> list[dict[str, Any]]:
+        """Send, and ask receivers to verify; what every rank sent.
+
+        Receivers are asked as soon as the last rank has sent, not when it has computed sha256 of what it sent: one that
+        hears nothing for so long in the middle of a publish would take its publisher for dead.
+        """
 
         def work() -> Any:
             with clock.phase("transfer"):
                 left_out = self._send(plan, nonce, progress, sha256=sha256)
-            digests: dict[str, list[str]] = {}
-            if sha256:  # while the receivers compute theirs
-                with clock.phase("sha256"):
-                    digests = self._sender.sha256()
-            return {"left_out": left_out, "sent": self._sender.totals(), "sha256": digests}
+            return {"left_out": left_out, "sent": self._sender.totals()}
 
         def conclude(values: list[Any]) -> Any:
             coordinator, manifest = self._lead_links(), progress.required()
             for value in values:
                 self._settle(coordinator, value["left_out"])
+            coordinator.ask_to_verify(manifest, sha256=sha256)
+            return [value["sent"] for value in values]
+
+        return self._agree("send", work, conclude, self._deadlines.hello)
+
+    def _deliver(
+        self,
+        plan: Plan,
+        sent: list[dict[str, Any]],
+        clock: PhaseClock,
+        progress: "_Progress",
+        *,
+        sha256: bool,
+        resume: bool,
+    ) -> PublishReport:
+        """Verify, commit, resume."""
+
+        def work() -> Any:
+            if not sha256:
+                return {}
+            with clock.phase("sha256"):  # while the receivers compute theirs
+                return self._sender.sha256()
+
+        def conclude(values: list[Any]) -> Any:
+            coordinator, manifest = self._lead_links(), progress.required()
             with clock.phase("verify"):
                 served = coordinator.verify(manifest, sha256=sha256)
             tables = self._piece_tables(plan)
-            digests = compare_sha256(tables, served, [value["sha256"] for value in values]) if sha256 else {}
+            digests = compare_sha256(tables, served, values) if sha256 else {}
             with clock.phase("record"):
                 self._record(coordinator, manifest)
             progress.committed = True
@@ -329,7 +356,6 @@ class Publisher:
                 with clock.phase("resume"):
                     coordinator.resume()
             pieces = sum(len(table.pieces) for table in tables.values())
-            sent = [value["sent"] for value in values]
             return PublishReport.of(manifest, clock.total(), pieces, coordinator.outcomes(), sent, digests).as_dict()
 
         d = self._deadlines
@@ -363,7 +389,7 @@ class Publisher:
         def finished(link: PeerLink) -> None:
             """Nobody else sends to it: it can verify as soon as it has copied."""
             if self._group.size == 1:
-                self._lead_links().verify_ahead(link, progress.required(), sha256=sha256)
+                self._lead_links().ask_to_verify(progress.required(), [link], sha256=sha256)
 
         if self._group.rank != 0:
             self._greet(plan, failed)
@@ -374,7 +400,7 @@ class Publisher:
     def _greet(self, plan: Plan, failed: Callable[[PeerLink, WeftpubError], object]) -> None:
         """A rank other than 0 introduces itself to the receivers that it sends to."""
         mine = {move.recv_rank for move in plan.for_sender(self._group.rank)}
-        fields = {"role": "sender", "started_ns": self._started_ns, "identity": self._here}
+        fields = {"role": "sender", "identity": self._here}
         asked = {link: (m.Hello, fields) for rank, link in self._links.items() if rank in mine}
         _, faults = exchange(asked, "hello", self._deadlines.hello)
         for link, error in faults.items():
@@ -465,7 +491,8 @@ class Publisher:
         if self._coordinator is None:
             self._link(self._session)
             links = list(self._links.values())
-            self._coordinator = Coordinator(links, self._policy, self._deadlines, self._here, self._started_ns)
+            take = partial(take_epoch, self._commit_path)
+            self._coordinator = Coordinator(links, self._policy, self._deadlines, self._here, take)
         return self._coordinator
 
     def _link(self, session: str) -> None:

@@ -13,6 +13,8 @@ from weftpub.wire import messages as m
 
 __all__ = ["finish_commit"]
 
+type _Standing = tuple[EngineState, int | None, str, bool]
+
 
 def finish_commit(
     coordinator: Coordinator, run_id: str, path: str | os.PathLike[str], deadlines: Deadlines, *, resume: bool
@@ -58,12 +60,17 @@ def _finish(
     return faults
 
 
-def _standing(link: PeerLink) -> tuple[EngineState, int | None, str]:
+def _standing(link: PeerLink) -> _Standing:
     status = link.status
-    return (EngineState.TORN, None, "") if status is None else (status.state, status.version, status.digest)
+    if status is None:
+        return EngineState.TORN, None, "", False
+    return status.state, status.version, status.digest, status.intact
 
 
-def _why(ranks: Sequence[tuple[EngineState, int | None, str]], record: CommitRecord | None) -> str:
-    states = ", ".join(f"{state} with version {version}" for state, version, _ in ranks)
+def _why(ranks: Sequence[_Standing], record: CommitRecord | None) -> str:
+    states = ", ".join(
+        f"{state} {'with' if intact or state is EngineState.VERIFIED else 'without'} version {version}"
+        for state, version, _, intact in ranks
+    )
     committed = "there is no commit record" if record is None else f"the record commits version {record.version}"
     return f"its ranks are {states}; {committed}"

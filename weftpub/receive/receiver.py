@@ -46,10 +46,17 @@ _OBSERVERS = 16  # sessions of observers that are remembered; an older one has t
 
 @dataclass
 class _Session:
-    """The publisher that is listened to."""
+    """The publisher that is listened to.
+
+    One of a higher epoch takes its place. Two that counted at the same moment have the same; then their sessions'
+    names decide, the same way on every receiver.
+    """
 
     session: str
-    started_ns: int
+    epoch: int
+
+    def gives_way(self, request: m.Hello) -> bool:
+        return (request.epoch, request.session) > (self.epoch, self.session)
 
 
 class Receiver:
@@ -181,6 +188,8 @@ class Receiver:
             if request.session not in self._observers:
                 self._observers.append(request.session)
             return self._welcome(request)
+        if request.role == "newcomer":
+            return self._welcome(request)
         if request.role == "sender":
             if present is None or present.session != request.session:
                 raise StateError(
@@ -188,17 +197,17 @@ class Receiver:
                     "itself first"
                 )
         elif present is None or present.session != request.session:
-            if present is not None and request.started_ns <= present.started_ns:
+            if present is not None and not present.gives_way(request):
                 raise StateError(
-                    "a publisher that started later has taken over; this one is stale and must end, or call "
+                    "a publisher that came later has taken over; this one is stale and must end, or call "
                     "take_over() if it is the one that counts"
                 )
             if self._state.state is EngineState.RECEIVING:
                 self._give_up(f"another publisher took over in the middle of version {self._state.incoming}")
             self._close_transports()
-            self._session = _Session(request.session, request.started_ns)
-        else:  # its `take_over` counts against publishers that have not greeted yet, too
-            present.started_ns = max(present.started_ns, request.started_ns)
+            self._session = _Session(request.session, request.epoch)
+        else:  # its `take_over` counts against publishers that have an epoch and have not greeted with it yet
+            present.epoch = max(present.epoch, request.epoch)
         self._heard = time.monotonic()
         return self._welcome(request)
 
@@ -224,6 +233,7 @@ class Receiver:
             device=self._device,
             transports=tuple(self._transports),
             layouts=self._layouts.names,
+            epoch=0 if self._session is None else self._session.epoch,
         )
 
     def _describe(self, request: m.Describe) -> m.Reply:

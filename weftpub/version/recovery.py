@@ -12,19 +12,20 @@ __all__ = ["RecoveryChoice", "decide_recovery"]
 
 RecoveryChoice = Literal["finish", "publish"]
 
-_COMPLETE = (EngineState.VERIFIED, EngineState.COMMITTED, EngineState.SERVING)
+_HOLDING = (EngineState.COMMITTED, EngineState.SERVING, EngineState.PAUSED)
 
 
 def decide_recovery(
-    record: CommitRecord | None, run_id: str, engines: Mapping[str, Sequence[tuple[EngineState, int | None, str]]]
+    record: CommitRecord | None, run_id: str, engines: Mapping[str, Sequence[tuple[EngineState, int | None, str, bool]]]
 ) -> dict[str, RecoveryChoice]:
     """Choose per engine, from what all of its ranks say.
 
     Args:
         record: the commit record, None if there is none.
         run_id: the run of the driver; a record of another run decides nothing.
-        engines: engine name to (state, version, digest) of every rank: the version is the one verified, committed or
-            served, the digest its manifest's.
+        engines: engine name to (state, version, digest, intact) of every rank: the version is the one verified,
+            committed, held or served, the digest its manifest's; intact is whether the weights still hold it, which is
+            not asked of a rank that has yet to commit.
 
     Returns:
         "finish" for an engine that the record names and whose every rank holds all of that very manifest: the commit
@@ -38,8 +39,10 @@ def decide_recovery(
             and engine in record.engines
             and bool(ranks)
             and all(
-                state in _COMPLETE and version == record.version and digest == record.digest
-                for state, version, digest in ranks
+                (state is EngineState.VERIFIED or (state in _HOLDING and intact))
+                and version == record.version
+                and digest == record.digest
+                for state, version, digest, intact in ranks
             )
         )
         choices[engine] = "finish" if whole else "publish"

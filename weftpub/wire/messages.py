@@ -4,8 +4,9 @@ A request carries the run id, the session of the publisher that sends it and a r
 receiver refuses what does not belong to its run, to its present session or to the publish that is under way. Requests,
 in the order of a publish:
 
-    hello      a publisher introduces itself; a later one of the same run replaces an earlier one. Or an observer, who
-               replaces nobody and may only describe, status and bye
+    hello      a publisher introduces itself; a later one of the same run replaces an earlier one. Or a newcomer, who
+               asks which epoch is the present one before it does so; or an observer, who replaces nobody and may only
+               describe, status and bye
     describe   what parameters does this rank have
     probe      can you open this little buffer: finds out whether a transport works between the two processes
     set_plan   the rank's part of the plan; checked against the live parameters
@@ -91,14 +92,15 @@ class Hello(_Request):
     """Introduce a publisher.
 
     Attributes:
-        role: the coordinator opens a session, a sender joins one, an observer only asks (`describe`, `status`) and
-            leaves whoever publishes alone.
-        started_ns: wall clock at the coordinator's start; a session gives way only to one that started later.
+        role: a newcomer asks for the present epoch and changes nothing, the coordinator opens a session, a sender joins
+            one, an observer only asks (`describe`, `status`) and leaves whoever publishes alone.
+        epoch: the coordinator's place among the publishers of the run, from 1; a session gives way only to one of a
+            higher epoch. Clocks of several hosts, or one that is set back, could not tell who came later.
     """
 
     kind: Literal["hello"] = "hello"
-    role: Literal["coordinator", "sender", "observer"]
-    started_ns: int = Field(ge=0)
+    role: Literal["newcomer", "coordinator", "sender", "observer"]
+    epoch: int = Field(default=0, ge=0)
     identity: Identity
 
 
@@ -318,6 +320,7 @@ class Welcome(_Reply):
 
     Attributes:
         layouts: names of the listed layouts that it remembers.
+        epoch: of the publisher that it listens to, 0 before the first one.
     """
 
     kind: Literal["welcome"] = "welcome"
@@ -327,6 +330,7 @@ class Welcome(_Reply):
     device: str
     transports: tuple[str, ...]
     layouts: tuple[str, ...] = ()
+    epoch: int = Field(default=0, ge=0)
 
 
 class Described(_Reply):
