@@ -18,7 +18,7 @@ from weftpub.memory import SharedAllocation, SharedAllocator, SharedState
 from weftpub.receive.shared import SharedEngineSide
 from weftpub.store import ExpertStore
 from weftpub.store.shared import layout_of, shared_catalogue
-from weftpub_adapters.sglang import ServedModel, SGLangEngine, build_model, shared_experts
+from weftpub_adapters.sglang import ServedModel, SGLangEngine, build_model, shared_experts_pool
 from weftpub_adapters.sglang.shared_experts import (
     SETTING,
     engine_side,
@@ -268,6 +268,10 @@ def test_the_hook_shares_what_it_is_told_to_and_starts_the_engine_in_any_case(
         assert "has 1 faults; experts are not shared" in caplog.text
         share_on_load(load, runner({"folder": "/proc/nowhere"}))
         assert "experts are not shared, publishes copy them" in caplog.text
+        later = runner({"folder": folder, "name": "mine"})
+        later.startup_weight_load = object()
+        share_on_load(load, later)  # its weights would be written over what a trainer has there
+        assert "start it with startup_weight_load_mode 'serial'" in caplog.text
         assert shared_of(served.model) is None
         share_on_load(load, runner({"folder": folder, "name": "mine"}))
     shared = shared_of(served.model)
@@ -345,7 +349,7 @@ def test_the_experts_pool_ends_when_no_pool_is_in_use(saver: Saver, monkeypatch:
         yield
         used.remove(pool)
 
-    monkeypatch.setattr(shared_experts, "_new_pool", Pool)
+    monkeypatch.setattr(shared_experts_pool, "_new_pool", Pool)
     monkeypatch.setattr(torch.cuda, "use_mem_pool", use)
     with experts_apart():
         with saver.region("weights", enable_cpu_backup=False):
@@ -357,9 +361,12 @@ def test_the_experts_pool_ends_when_no_pool_is_in_use(saver: Saver, monkeypatch:
     assert len(set(entered)) == 1
 
 
+@pytest.mark.parametrize("apart", [True, False])
 @pytest.mark.parametrize("shared", [True, False])
-def test_experts_that_are_not_shared_after_all_go_to_the_saver(saver: Saver, folder: str, shared: bool) -> None:
-    setting = {SETTING: {"folder": folder if shared else "/proc/nowhere"}}
+def test_experts_that_are_not_shared_after_all_go_to_the_saver(
+    saver: Saver, folder: str, shared: bool, apart: bool
+) -> None:
+    setting = {SETTING: {"folder": folder if shared else "/proc/nowhere", "apart": apart}}
     runner = SimpleNamespace(
         model=None, model_config=SimpleNamespace(hf_config=SimpleNamespace(**setting)), memory_saver_adapter=saver
     )
@@ -375,11 +382,11 @@ def test_experts_that_are_not_shared_after_all_go_to_the_saver(saver: Saver, fol
     context = build_and_fill(LAYOUTS["tp1"], 0)
     with context.active():
         share_on_load(load, runner)
-    assert saver.apart > 0
-    assert saver.regions == [("weights", False)] * (1 if shared else 2)
+    assert (saver.apart > 0) == apart
+    assert saver.regions == [("weights", False)] * (2 if apart and not shared else 1)
     for name, parameter in experts_of(runner.served).items():
         address, codes = runner.before[name]
-        assert parameter.data_ptr() != address
+        assert (parameter.data_ptr() != address) == (shared or apart)  # else they are the saver's from the start
         assert torch.equal(parameter.data.view(torch.uint8), codes)
     found = shared_of(runner.model)
     assert (found is not None) == shared

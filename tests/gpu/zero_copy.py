@@ -1,10 +1,12 @@
 """Experts that never move, on one GPU: one physical W that a trainer's process writes and an engine's process serves.
 
-    python tests/gpu/zero_copy.py --out OUT [--only mechanism,speed,phases,kills,engine] [--tiny] [--cycles 12]
+    python tests/gpu/zero_copy.py --out OUT [--only pools,mechanism,speed,phases,kills,engine] [--tiny] [--cycles 12]
 
 Writes OUT/zero_copy.json as it goes (`zero_copy_page.py` makes a page of it) and exits with 1 if any check fails.
 Sections:
 
+    pools       the allocator's calls of an engine's load, with torch-memory-saver in both of its modes: a few seconds
+                that tell whether `engine` would come up, and at which step it would not
     mechanism   several processes map one allocation: the quantizer writes in one, a captured CUDA graph of the
                 other sees it without a pointer changed; either side is killed at the worst moment and comes back; what
                 the other may do meanwhile; a protected mapping catches a write at the wrong time; nothing is left
@@ -19,6 +21,9 @@ Sections:
                 whole version
     engine      SGLang itself, CUDA graphs and memory saver on: cycles with release and resume, served bytes and tokens
                 by version, trainer and engine killed at random points and started again
+
+Where `pools` fails, `--keep-reserved` starts an engine all the same: its experts are made in the memory saver's pool,
+whose memory is not given back.
 
 `--tiny` runs all of it on the CPU as a check of this script: a memory file stands for the GPU's memory, and the engine
 section uses tests/adapters/cpu_engine.py. `--beside` says that others use the GPU: then free memory is not judged.
@@ -36,7 +41,7 @@ import torch
 from ran_on import need_gpu, ran_on
 from zero_copy_base import MIDDLE, QWEN35, TINY, Report
 
-SECTIONS = ("mechanism", "speed", "phases", "kills", "engine")
+SECTIONS = ("pools", "mechanism", "speed", "phases", "kills", "engine")
 
 
 def main() -> int:
@@ -49,6 +54,9 @@ def main() -> int:
     parser.add_argument("--engine-cycles", type=int, default=50, help="cycles of the SGLang engine")
     parser.add_argument("--seed", type=int, default=1, help="of the points where processes are killed")
     parser.add_argument("--kills", type=int, default=10, help="processes killed in `kills`")
+    parser.add_argument(
+        "--keep-reserved", action="store_true", help="the engine makes its experts in the memory saver's pool"
+    )
     parser.add_argument("--no-sglang", action="store_true", help="speed without SGLang's own update")
     parser.add_argument("--beside", action="store_true", help="others use this GPU")
     parser.add_argument("--commit", default="", help="what is measured, for the page")
@@ -66,6 +74,11 @@ def main() -> int:
     big, small = (TINY, TINY) if given.tiny else (QWEN35, MIDDLE)
     report.data["sizes"] = {"big": asdict(big), "small": asdict(small)}
     report.data["seconds"] = {}
+
+    def pools() -> None:
+        from zero_copy_pools import pools
+
+        pools(report, out)
 
     def mechanism() -> None:
         from zero_copy_mechanism import mechanism
@@ -90,9 +103,9 @@ def main() -> int:
     def engine() -> None:
         from zero_copy_engine import engine_section
 
-        engine_section(report, out, given.engine_cycles, given.seed, tiny=given.tiny)
+        engine_section(report, out, given.engine_cycles, given.seed, tiny=given.tiny, apart=not given.keep_reserved)
 
-    sections: dict[str, Callable[[], None]] = {f.__name__: f for f in (mechanism, speed, phases, kills, engine)}
+    sections: dict[str, Callable[[], None]] = {f.__name__: f for f in (pools, mechanism, speed, phases, kills, engine)}
     for name in chosen:
         report.progress(f"== {name}")
         start = time.perf_counter()

@@ -38,6 +38,7 @@ WAYS = (
 
 # How the names of a section's checks and numbers begin; what begins like none of them is of `mechanism`.
 STARTS: Mapping[str, tuple[str, ...]] = {
+    "pools": ("pools",),
     "speed": (*WAYS, "at most", "wt=", "shared_minus", "copied_minus", "expert_parameters", "other_bytes"),
     "phases": ("phases, ", "link, ", "peak_bytes", "link_bytes", "shared experts"),
     "kills": ("kills",),
@@ -217,6 +218,12 @@ def mechanism_section(data: Mapping[str, Any]) -> list[str]:
     return lines + [check_row(name, data["checks"][name]) for name in names]
 
 
+def pools_section(data: Mapping[str, Any]) -> list[str]:
+    """Whether the allocator lets an engine load with its experts apart."""
+    lines = ["", "## The allocator's calls of a load", "", "| check | | found |", "|---|---|---|"]
+    return lines + [check_row(name.removeprefix("pools, "), row) for name, row in checks_of(data, "pools, ")]
+
+
 def checks_of(data: Mapping[str, Any], start: str) -> list[tuple[str, Any]]:
     """Checks of a section."""
     return [(name, row) for name, row in data["checks"].items() if name.startswith(start)]
@@ -295,6 +302,8 @@ def main(page: Path, results: list[str]) -> None:
     if "phases" in data:
         draw(data["phases"], folder / "phases.png")
         lines += phases_section(data["phases"], f"{folder.name}/phases.png")
+    if "pools" in data["seconds"]:
+        lines += pools_section(data)
     if "engine" in data["seconds"]:
         lines += engine_section(data)
     if "kills" in data:

@@ -8,18 +8,17 @@
 Every `Parameter` object stays; its data becomes a view of the shared allocation, at an address that never changes. The
 allocation is none of the memory saver's, so a release of the `weights` tag neither frees nor touches it.
 
-The memory that SGLang had reserved for the experts is given back, and what came free is measured. The saver never gives
-back a block before its pool ends, and ends the process if a block of its own is freed outside of a region. So experts
-that may be shared are kept out of its pool from the start; those that cannot be shared after all are moved into it.
+The memory that SGLang had reserved for the experts is given back, and what came free is measured. The saver's pool
+gives nothing back, so experts that may be shared are kept out of it from the start (`shared_experts_pool` says how, and
+why that is safe); those that cannot be shared after all are moved into it.
 
 A model that cannot be shared (experts in another order, split over ranks, a driver that forbids it) keeps its own
 memory, and is published to by copy.
 """
 
 import logging
-import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +34,7 @@ from weftpub.store import StoreLayout
 from weftpub.store.shared import layout_of, shared_catalogue
 from weftpub_adapters.sglang.describe import w13_order
 from weftpub_adapters.sglang.placement import expert_slots
+from weftpub_adapters.sglang.shared_experts_pool import inside_a_region, pool_apart, trimmed
 
 __all__ = [
     "SETTING",
@@ -67,6 +67,8 @@ class ShareSettings(BaseModel):
         folder: where trainer and engine meet.
         name: of the memory.
         protected: debug mode, see `SharedAllocation.join`.
+        apart: make the experts beside the memory saver's pool, so that the memory that they are loaded into comes free.
+            False makes them where SGLang does: that memory then stays reserved, and is released with the weights.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -74,6 +76,7 @@ class ShareSettings(BaseModel):
     folder: str
     name: str = "experts"
     protected: bool = False
+    apart: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +123,7 @@ def share_experts(
             system or the folder forbid it; names the call. The model is unchanged then.
     """
     own = _layout(model)
-    if _inside_a_region():
+    if inside_a_region():
         raise ConfigError("experts are shared after the model was loaded, outside of the memory saver's region")
     device = next(model.parameters()).device
     obstacle = sharing_obstacle(device, folder)
@@ -139,10 +142,10 @@ def share_experts(
             _settle(device)
             memory.seal()
         loaded = _generation_of(memory, targets)
-        before = _free(device)
+        before = trimmed(device)
         for parameter, target in targets.values():
             parameter.data = target
-        given_back = _give_back(device, before)
+        given_back = trimmed(device) - before if device.type == "cuda" else None
     except BaseException:
         memory.leave()
         raise
@@ -160,55 +163,27 @@ def share_experts(
 
 @contextmanager
 def experts_apart() -> Generator[None]:
-    """Inside, SGLang's layers make their routed experts outside of the memory saver's pool: in one of their own, whose
-    blocks are free for everybody once they are freed. Enter it outside of the saver's region; a pool ends with it, and
-    PyTorch ends the process if another one is in use then.
+    """Inside, SGLang's layers make their routed experts outside of the memory saver's pool. Enter it outside of the
+    saver's region.
     """
     from sglang.srt.layers.quantization.fp8 import Fp8MoEMethod
     from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 
-    pool = [_new_pool()]  # emptied on the way out, so that it ends there and not when a collector comes by
     with ExitStack() as stack:
-        stack.callback(pool.clear)
+        apart = stack.enter_context(pool_apart())
         for method in (Fp8MoEMethod, UnquantizedFusedMoEMethod):
             original = method.create_weights
             stack.callback(setattr, method, "create_weights", original)
-            method.create_weights = _apart(original, pool)
+            method.create_weights = _apart(original, apart)
         yield
 
 
-def _new_pool() -> Any:
-    """A pool of PyTorch's allocator; None where there is no GPU."""
-    return torch.cuda.MemPool() if torch.cuda.is_available() else None
-
-
-def _apart(create: Callable[..., None], pool: Sequence[Any]) -> Callable[..., None]:
+def _apart(create: Callable[..., None], apart: Callable[[], AbstractContextManager[None]]) -> Callable[..., None]:
     def create_weights(*args: Any, **kwargs: Any) -> None:
-        with _outside_of_the_saver(pool[0]):
+        with apart():
             create(*args, **kwargs)
 
     return create_weights
-
-
-@contextmanager
-def _outside_of_the_saver(pool: Any) -> Generator[None]:
-    """Allocate from `pool`, in ordinary memory, in the middle of a region of the saver; nothing outside of one.
-
-    The saver's own `disable` does the same with a pool that ends inside of the region.
-    """
-    inside = False
-    with suppress(ConfigError):  # said when it comes to sharing
-        inside = _inside_a_region()
-    if not inside:
-        yield
-        return
-    library = sys.modules["torch_memory_saver"].torch_memory_saver._impl._binary_wrapper.cdll
-    library.tms_set_interesting_region(False)
-    try:
-        with torch.cuda.use_mem_pool(pool) if pool is not None else nullcontext():
-            yield
-    finally:
-        library.tms_set_interesting_region(True)
 
 
 def share_on_load(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -226,14 +201,25 @@ def share_on_load(original: Callable[..., Any], runner: Any, *args: Any, **kwarg
     except ValidationError as error:
         logger.warning("weftpub: %s has %d faults; experts are not shared", SETTING, error.error_count())
         return original(runner, *args, **kwargs)
-    with experts_apart():
+    with experts_apart() if settings.apart else nullcontext():
         result = original(runner, *args, **kwargs)
     try:
+        _require_loaded(runner)
         share_experts(runner.model, settings.folder, name=settings.name, protected=settings.protected)
     except WeftpubError as error:
         logger.warning("weftpub: experts are not shared, publishes copy them: %s", error)
-    _hand_to_saver(runner)
+    if settings.apart:
+        _hand_to_saver(runner)
     return result
+
+
+def _require_loaded(runner: Any) -> None:
+    """ConfigError if SGLang loads weights into the parameters later: over what a trainer has in the memory by then."""
+    if getattr(runner, "startup_weight_load", None) is not None:
+        raise ConfigError(
+            "this engine loads its weights after its model was made (startup_weight_load_mode 'overlap'), which would "
+            "write over what is shared; start it with startup_weight_load_mode 'serial'"
+        )
 
 
 @torch.no_grad()
@@ -428,38 +414,6 @@ def _few(numbers: Sequence[int]) -> str:
     return str(list(numbers)) if len(numbers) <= 8 else f"{numbers[0]} to {numbers[-1]} ({len(numbers)})"
 
 
-def _free(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 0
-    torch.cuda.synchronize(device)
-    return torch.cuda.mem_get_info(device)[0]
-
-
 def _settle(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _inside_a_region() -> bool:
-    """Whether torch-memory-saver, if it is in use, takes what is allocated now.
-
-    Raises:
-        ConfigError: a release of it that is not known.
-    """
-    module = sys.modules.get("torch_memory_saver")
-    saver = None if module is None else getattr(module.torch_memory_saver, "_impl", None)
-    if saver is None:
-        return False
-    if not hasattr(saver, "_binary_wrapper"):
-        raise ConfigError(
-            "this release of torch-memory-saver is not known; use 0.0.9.post1, or leave the experts unshared"
-        )
-    return bool(saver._binary_wrapper.cdll.tms_get_interesting_region())
-
-
-def _give_back(device: torch.device, before: int) -> int | None:
-    """Hand freed memory back to the GPU; the bytes that came free since `before`, None on a CPU."""
-    if device.type != "cuda":
-        return None
-    torch.cuda.empty_cache()
-    return _free(device) - before
