@@ -1,10 +1,11 @@
 """`python -m weftmoe.launch VARIANT ...`: resolve, check, write down, and become torchrun.
 
-The process replaces itself by torchrun, so that whoever started it can end everything by ending it. Each rank runs
-`weftmoe.worker`, which reads the settings that were written down here.
+The process replaces itself by torchrun (`weftmoe.agent`), so that whoever started it can end everything by ending it.
+Each rank runs `weftmoe.worker`, which reads the settings that were written down here.
 """
 
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ import typer
 from weftmoe import settings as composed
 from weftmoe.data.prompts import names_a_path
 from weftmoe.env import changed, role_environment
+from weftmoe.loop.stop import NOTICE
 from weftmoe.rundir import claim, settings_path
 from weftmoe.schema import Settings
 from weftpub.errors import ConfigError, WeftpubError
@@ -120,7 +122,7 @@ def resolve(
 def torchrun_command(settings: Settings, *, node_rank: int = 0, master: str = "127.0.0.1:29500") -> list[str]:
     """The command that starts this node's ranks."""
     cluster = settings.cluster
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={max(1, cluster.gpus)}"]
+    command = [sys.executable, "-m", "weftmoe.agent", f"--nproc-per-node={max(1, cluster.gpus)}"]
     if cluster.numa_binding and cluster.gpus:
         command += ["--numa-binding=node"]
     if cluster.nodes == 1:
@@ -237,6 +239,9 @@ def _has_gpu() -> bool:
 def _become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
+    # Blocked, it waits for whoever learns to hear it; ignored, as run.sh has it until here, it would be lost.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {NOTICE})
+    signal.signal(NOTICE, signal.SIG_DFL)
     os.execve(command[0], list(command), dict(environment))
 
 

@@ -20,13 +20,16 @@ usage: run.sh baseline|bf16|fp8 [options] [block.key=value ...]
   --out DIR            everything that the run writes (runs/weftmoe)
   --seed N             of data, sampling and made models
   --smoke              the tiny run: made model and arithmetic, on one GPU or without
-  --grace SECONDS      that the run has for ending by itself when it is told to (60)
+  --grace SECONDS      that the run has for ending by itself when it is interrupted (60)
+  --save-grace SECONDS that it has for saving and ending when it is told to come again (240)
+  --on-term end|save   what SIGTERM means: an interruption (end), or to come again, as where jobs are preempted by it
   --no-doctor          do not check the machine first
   --ignore-plan        start although the plan says that the memory is not there
   --print, --dry-run   print the resolved settings, or the command, and leave
 
 exit codes: 0 done, 1 the run failed, 2 wrong usage, 3 the doctor found what would fail,
-            75 asked to come again (SIGUSR1), 130 and 143 interrupted
+            75 told to come again (SIGUSR1): it has saved, and goes on where it is started again,
+            130 and 143 interrupted
 TEXT
 }
 
@@ -66,6 +69,8 @@ starts=1
 gpus_given=0
 smoke=0
 grace=60
+save_grace=240
+on_term=end
 while (($#)); do
   case "$1" in
     --model | --data | --length | --optimizer | --nodes | --node-rank | --master | --gpus | --steps | --out | --seed)
@@ -83,6 +88,17 @@ while (($#)); do
     --grace)
       [[ "${2:-}" =~ ^[0-9]+$ ]] || fail_usage '--grace needs a number of seconds'
       grace="$2"
+      shift 2
+      ;;
+    --save-grace)
+      [[ "${2:-}" =~ ^[1-9][0-9]*$ ]] || fail_usage '--save-grace needs a number of seconds'
+      save_grace="$2"
+      launch+=("checkpoint.grace=$2")
+      shift 2
+      ;;
+    --on-term)
+      [[ "${2:-}" == end || "${2:-}" == save ]] || fail_usage "--on-term needs 'end' or 'save'"
+      on_term="$2"
       shift 2
       ;;
     --smoke)
@@ -116,6 +132,11 @@ while (($#)); do
           ;;
         cluster.nodes=*) doctor+=(--nodes "${1#*=}") ;;
         out=*) doctor+=(--out "${1#*=}") ;;
+        checkpoint.grace=*)
+          save_grace="${1#*=}"
+          save_grace="${save_grace%%.*}" # whole seconds here
+          [[ "$save_grace" =~ ^[0-9]+$ ]] || fail_usage "$1 needs a number of seconds"
+          ;;
       esac
       shift
       ;;
@@ -126,11 +147,19 @@ if ((smoke && !gpus_given)); then
   doctor+=(--gpus 0) # whatever is there
 fi
 
+# Nothing has been started that could save.
+trap 'exit "$EXIT_AGAIN"' USR1
+if [[ "$on_term" == save ]]; then
+  trap 'exit "$EXIT_AGAIN"' TERM
+fi
+
 if ((check && starts)); then
   "$python" -m weftpub_adapters.doctor "${doctor[@]}" || exit "$EXIT_DOCTOR"
 fi
 
-# The run gets a process group of its own, and only that group is ever signalled.
+# The run gets a process group of its own, and only that group is ever signalled. Its first process hears of SIGUSR1 once
+# it can pass it on; until then the signal is ignored, and said again.
+trap '' USR1
 set -m
 "$python" -m weftmoe.launch "${launch[@]}" </dev/null &
 group=$!
@@ -172,9 +201,43 @@ stop() {
   end_group
   exit "$code"
 }
+
+# Whether the first process of the group still runs.
+# shellcheck disable=SC2317 # called by the traps
+leader_runs() {
+  local line state pgrp
+  { read -r line <"/proc/$group/stat"; } 2>/dev/null || return 1
+  read -r state _ pgrp _ <<<"${line##*) }"
+  [[ "$pgrp" == "$group" && "$state" != Z ]]
+}
+
+# The run ends by itself, and its own code says how. An interruption meanwhile is still one.
+# shellcheck disable=SC2317 # called by the traps
+come_again() {
+  trap '' USR1
+  if [[ "$on_term" == save ]]; then
+    trap '' TERM
+  fi
+  local end=$((SECONDS + save_grace))
+  while leader_runs; do
+    if ((SECONDS >= end)); then
+      printf 'run.sh: the run did not end within %s s; it goes on from an older checkpoint\n' "$save_grace" >&2
+      stop "$EXIT_AGAIN"
+    fi
+    kill -s USR1 "$group" 2>/dev/null || true
+    sleep 0.5 || true
+  done
+  code=0
+  wait "$group" || code=$?
+  exit "$code"
+}
 trap 'stop 130' INT
-trap 'stop 143' TERM
-trap 'stop "$EXIT_AGAIN"' USR1
+if [[ "$on_term" == save ]]; then
+  trap come_again TERM
+else
+  trap 'stop 143' TERM
+fi
+trap come_again USR1
 # Whatever else ends this script ends the run, too.
 trap end_group EXIT
 

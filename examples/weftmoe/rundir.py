@@ -2,10 +2,12 @@
 
 settings.yaml    the resolved settings, which every rank reads
 run.lock         held while the run goes on
+stopped.json     the run was told to end, and did: where it goes on when it is started again, which removes this
 before-1, ...    what runs wrote that were given up: a start with `checkpoint.resume` false sets it aside
 """
 
 import fcntl
+import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,7 +17,9 @@ from weftmoe import settings as composed
 from weftmoe.schema import Settings
 from weftpub.errors import ConfigError
 
-__all__ = ["claim", "differences", "settings_path"]
+__all__ = ["EXIT_AGAIN", "claim", "differences", "note_stop", "settings_path", "stopped_path"]
+
+EXIT_AGAIN = 75  # of a run that stopped because it was told to, and goes on where it is started again
 
 # What a run leaves behind for the next start or for a reader.
 _LEFT = ("checkpoints", "steps.jsonl", "tensorboard", "wandb")
@@ -26,6 +30,16 @@ _FREE = ("steps", "out", "checkpoint", "telemetry", "reward.workers", "reward.ti
 def settings_path(out: Path, node_rank: int = 0) -> Path:
     """Where the settings for the ranks of one node stand."""
     return out / ("settings.yaml" if node_rank == 0 else f"settings-node-{node_rank}.yaml")
+
+
+def stopped_path(out: Path) -> Path:
+    """The note of a run that stopped before its last step because it was told to."""
+    return out / "stopped.json"
+
+
+def note_stop(out: Path, step: int) -> None:
+    """Leave the note: a resumed run goes on after `step`."""
+    stopped_path(out).write_text(json.dumps({"step": step}) + "\n", encoding="utf-8")
 
 
 def claim(settings: Settings, node_rank: int = 0) -> int | None:
@@ -54,6 +68,7 @@ def claim(settings: Settings, node_rank: int = 0) -> int | None:
         _require_same(settings, path)
         if not settings.checkpoint.resume:
             _set_aside(settings.out)
+        stopped_path(settings.out).unlink(missing_ok=True)
         composed.write(settings, path)
     except BaseException:
         os.close(lock)

@@ -331,12 +331,14 @@ class Publish(_Block):
 
 class Checkpoint(_Block):
     """Saving. `save` is "off" or a number of steps; the newest `keep` stay. `resume` takes up what lies in `out`;
-    false sets it aside there and starts anew, at every start.
+    false sets it aside there and starts anew, at every start. `grace`: seconds from the signal that the job will be
+    over soon (SIGUSR1) until it is; the run ends its step if there is time for it, and saves.
     """
 
     save: SaveEvery = 20
     keep: Positive = 2
     resume: bool = True
+    grace: Seconds = 240.0
 
 
 class Telemetry(_Block):

@@ -6,13 +6,17 @@
 import sys
 from pathlib import Path
 
+from weftmoe.rundir import EXIT_AGAIN
 from weftmoe.schema import Settings
 
 __all__ = ["main"]
 
 
-def main(settings: Settings) -> None:
+def main(settings: Settings) -> int:
     """Train as the settings say, and print one last line.
+
+    Returns:
+        0, or `EXIT_AGAIN` of a run that was told to end before its last step.
 
     Raises:
         WeftpubError: what failed, and what to do about it.
@@ -23,7 +27,9 @@ def main(settings: Settings) -> None:
     result = run(settings)
     if result.first:
         reward = "" if result.reward is None else f" reward={result.reward:.3f}"
-        print(f"WEFTMOE OK steps={result.steps} version={result.version}{reward}", flush=True)
+        how = "STOPPED" if result.stopped else "OK"
+        print(f"WEFTMOE {how} steps={result.steps} version={result.version}{reward}", flush=True)
+    return EXIT_AGAIN if result.stopped else 0
 
 
 def _command() -> int:
@@ -34,13 +40,12 @@ def _command() -> int:
         print(__doc__, file=sys.stderr)
         return 2
     try:
-        main(read(Path(sys.argv[1])))
+        return main(read(Path(sys.argv[1])))
     except WeftpubError as error:
         print(f"weftmoe: {type(error).__name__}: {error}", file=sys.stderr)
         for note in getattr(error, "__notes__", ()):
             print(f"  {note}", file=sys.stderr)
         return 1
-    return 0
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ def main(arguments: list[str]) -> int:
         # Reads the environment as it is imported.
         from weftmoe import train
 
+        # Told to end is as good an end as any for torchrun, which would call it a failure; the agent looks at the note.
         train.main(settings)
     except WeftpubError as error:
         notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))

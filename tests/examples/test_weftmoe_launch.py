@@ -34,7 +34,7 @@ LIMIT_S = 60.0
 
 def test_one_node_stands_alone() -> None:
     command = torchrun_command(composed.load("fp8"))
-    assert command[:4] == [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=8"]
+    assert command[:4] == [sys.executable, "-m", "weftmoe.agent", "--nproc-per-node=8"]
     assert "--standalone" in command
     assert "--max-restarts=0" in command
     assert command[-3:] == ["-m", "weftmoe.worker", "runs/weftmoe/settings.yaml"]
@@ -432,6 +432,9 @@ def test_printing_needs_no_doctor(fake: Path) -> None:
         (("fp8", "--speed"), "unknown option"),
         (("fp8", "--out"), "needs a value"),
         (("fp8", "--grace", "soon"), "needs a number of seconds"),
+        (("fp8", "--save-grace", "0"), "needs a number of seconds"),
+        (("fp8", "checkpoint.grace=soon"), "needs a number of seconds"),
+        (("fp8", "--on-term", "die"), "'end' or 'save'"),
     ],
 )
 def test_wrong_usage(fake: Path, arguments: tuple[str, ...], message: str) -> None:
@@ -458,7 +461,7 @@ def test_the_runs_exit_code_is_passed_on(fake: Path) -> None:
 
 
 @pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 75)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_the_run_and_nothing_else(fake: Path, number: int, code: int) -> None:
     """A launch script killed by name, and with its own run those of everybody else on the machine."""
     (fake / "long").touch()
@@ -487,6 +490,155 @@ def test_a_run_that_does_not_end_is_ended(fake: Path) -> None:
     until(lambda: not alive(leader))
 
 
+# Told to come again.
+
+SAVING = r"""#!{python}
+# Stands for Python: a run that can be told to come again, and behaves as the files beside it say.
+import os, pathlib, signal, subprocess, sys
+here = pathlib.Path(__file__).parent
+with (here / "calls").open("a") as file:
+    file.write(" ".join(sys.argv[1:]) + "\\n")
+if "weftpub_adapters.doctor" in sys.argv:
+    if (here / "during-doctor").exists():
+        os.kill(os.getppid(), signal.SIGUSR1)
+    sys.exit(0)
+signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGUSR1}})
+signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+child = subprocess.Popen(["sleep", "300"], preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, ()))
+(here / "child").write_text(str(child.pid))
+(here / "ready").touch()
+if (here / "deaf").exists():
+    signal.pause()
+signal.sigwait({{signal.SIGUSR1}})
+assert child.poll() is None, "only the first process is told"
+(here / "told").touch()
+if (here / "saves-long").exists():
+    signal.pause()
+sys.exit(int((here / "code").read_text()))
+"""
+
+
+@pytest.fixture
+def saving(tmp_path: Path) -> Path:
+    python = tmp_path / "python"
+    python.write_text(SAVING.format(python=sys.executable))
+    python.chmod(0o755)
+    (tmp_path / "code").write_text("75")
+    return tmp_path
+
+
+@pytest.mark.parametrize("code", [75, 0, 1])
+@pytest.mark.parametrize(("number", "options"), [(signal.SIGUSR1, ()), (signal.SIGTERM, ("--on-term", "save"))])
+def test_a_run_that_is_told_to_come_again_says_itself_how_it_ended(
+    saving: Path, number: int, options: tuple[str, ...], code: int
+) -> None:
+    """A job near its time limit was ended at once, and up to twenty steps were lost."""
+    (saving / "code").write_text(str(code))
+    process = script(saving, "fp8", *options)
+    until(lambda: (saving / "ready").exists())
+    os.kill(process.pid, number)
+    found, out = finish(process)
+    assert found == code, out
+    until(lambda: not alive(int((saving / "child").read_text())))
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_an_interruption_while_it_saves_is_still_one(saving: Path, number: int, code: int) -> None:
+    (saving / "saves-long").touch()
+    process = script(saving, "fp8")
+    until(lambda: (saving / "ready").exists())
+    os.kill(process.pid, signal.SIGUSR1)
+    until(lambda: (saving / "told").exists())
+    os.kill(process.pid, number)
+    assert finish(process)[0] == code
+    until(lambda: not alive(int((saving / "child").read_text())))
+
+
+def test_a_run_that_does_not_save_in_time_is_ended_and_comes_again(saving: Path) -> None:
+    (saving / "deaf").touch()
+    process = script(saving, "fp8", "--save-grace", "1")
+    until(lambda: (saving / "ready").exists())
+    os.kill(process.pid, signal.SIGUSR1)
+    code, out = finish(process)
+    assert code == 75
+    assert "goes on from an older checkpoint" in out
+    until(lambda: not alive(int((saving / "child").read_text())))
+
+
+def test_told_to_come_again_before_anything_runs(saving: Path) -> None:
+    (saving / "during-doctor").touch()
+    assert finish(script(saving, "fp8"))[0] == 75
+    assert len(calls(saving)) == 1
+
+
+def test_the_run_knows_how_long_it_has_for_saving(fake: Path) -> None:
+    assert finish(script(fake, "fp8", "--save-grace", "100"))[0] == 0
+    assert calls(fake)[1] == "-m weftmoe.launch fp8 checkpoint.grace=100"
+    default = re.search(r"^save_grace=(\d+)$", RUN.read_text(), re.MULTILINE)
+    assert default is not None
+    assert float(default[1]) == composed.load("fp8").checkpoint.grace
+    ahead = re.search(r"--signal=B:USR1@(\d+)$", (WEFTMOE / "slurm.sbatch").read_text(), re.MULTILINE)
+    end = re.search(r"^grace=(\d+)$", RUN.read_text(), re.MULTILINE)
+    assert ahead is not None
+    assert end is not None
+    assert int(ahead[1]) > float(default[1]) + int(end[1])
+
+
+RANK = r"""
+import pathlib, signal, sys, time
+here, out = pathlib.Path(__file__).parent, pathlib.Path(sys.argv[1]).parent
+assert signal.SIGUSR1 in signal.pthread_sigmask(signal.SIG_BLOCK, ()), "it must not end a rank that loads its modules"
+(here / f"rank-{__import__('os').environ['RANK']}").touch()
+if (here / "done").exists():
+    sys.exit(0)
+signal.sigwait({signal.SIGUSR1})
+(out / "stopped.json").write_text("{}")
+"""
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_the_agent_tells_all_ranks_and_says_that_they_stopped(tmp_path: Path, told: bool) -> None:
+    """Torchrun knows 0 and 1 only, ends its ranks for every signal that it handles, and dies of the others."""
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    if not told:
+        (tmp_path / "done").touch()
+    arguments = ("--standalone", "--nproc-per-node=2", "--max-restarts=0", str(script), str(tmp_path / "settings.yaml"))
+    agent = subprocess.Popen(
+        [sys.executable, "-m", "weftmoe.agent", *arguments],
+        preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1}),  # as the launcher leaves it
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    if told:
+        agent.send_signal(signal.SIGUSR1)  # before any rank is there
+    code, out = finish(agent)
+    assert code == (75 if told else 0), out
+    assert len(list(tmp_path.glob("rank-?"))) == 2
+
+
+def test_the_launcher_hands_over_a_blocked_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    from weftmoe import launch
+
+    states: list[tuple[bool, Any]] = []
+
+    def exec_instead(*_: Any) -> None:
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        states.append((signal.SIGUSR1 in mask, signal.getsignal(signal.SIGUSR1)))
+
+    monkeypatch.setattr(os, "execve", exec_instead)
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        launch._become(["torchrun"], {})
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+    assert states == [(True, signal.SIG_DFL)]
+
+
 # Slurm.
 
 SRUN = r"""#!/usr/bin/env bash
@@ -508,7 +660,7 @@ here="$(cd -- "$(dirname -- "$0")" && pwd)"
 printf '%s\n' "$*" >>"$here/calls"
 if [[ -e "$here/long" ]]; then
   sleep 300 &
-  trap 'kill $!; exit 75' USR1
+  trap 'kill $!; exit "$(cat "$here/code")"' USR1
   touch "$here/started"
   wait
 fi
@@ -525,7 +677,7 @@ def cluster(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def job(cluster: Path) -> "subprocess.Popen[str]":
+def job(cluster: Path, *options: str) -> "subprocess.Popen[str]":
     environment = {
         **os.environ,
         "PATH": f"{cluster}:{os.environ['PATH']}",
@@ -534,7 +686,7 @@ def job(cluster: Path) -> "subprocess.Popen[str]":
         "SLURM_NNODES": "2",
     }
     return subprocess.Popen(
-        ["bash", str(WEFTMOE / "slurm.sbatch"), "fp8", "--out", "o"],
+        ["bash", str(WEFTMOE / "slurm.sbatch"), "fp8", "--out", "o", *options],
         cwd=cluster,
         env=environment,
         stdout=subprocess.PIPE,
@@ -555,13 +707,20 @@ def test_a_job_that_is_to_come_again_is_queued_again(cluster: Path, code: int, e
     assert queued_again(cluster) is again
 
 
-def test_a_job_near_its_time_limit_is_queued_again(cluster: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "options"), [(signal.SIGUSR1, ()), (signal.SIGTERM, ("--on-term", "save"))], ids=["limit", "preempted"]
+)
+@pytest.mark.parametrize(("code", "exits", "again"), [(75, 0, True), (137, 0, True), (0, 0, False), (1, 1, False)])
+def test_a_job_near_its_end_is_queued_again_unless_its_run_is_over(
+    cluster: Path, number: int, options: tuple[str, ...], code: int, exits: int, again: bool
+) -> None:
     (cluster / "long").touch()
-    process = job(cluster)
+    (cluster / "code").write_text(str(code))
+    process = job(cluster, *options)
     until(lambda: (cluster / "started").exists())
-    process.send_signal(signal.SIGUSR1)
-    assert finish(process)[0] == 0
-    assert queued_again(cluster)
+    process.send_signal(number)
+    assert finish(process)[0] == exits
+    assert queued_again(cluster) is again
 
 
 def test_the_job_asks_to_be_queued_again_and_to_be_told_in_time() -> None:

@@ -43,6 +43,8 @@ from weftmoe.telemetry import Counters, Timers
 from weftpub.errors import CheckpointError, NonFiniteGradientError, StateError
 from weftpub_adapters.megatron import Qwen3MoeFields
 
+PUBLISHED = range(5)  # what the oracle answers from is the last of them
+
 
 def settings(variant: str = "fp8", optimizer: str = "muon", *overrides: str) -> Settings:
     return composed.load(variant, optimizer=optimizer, smoke="cpu", overrides=list(overrides))
@@ -97,7 +99,7 @@ def collector(tmp_path: Path, right: Many[int], *overrides: str) -> tuple[Collec
 def test_a_step_is_collected(tmp_path: Path) -> None:
     made, oracle, sampler = collector(tmp_path, [1, 3, 0, 2])
     advanced: list[int] = []
-    found = made.collect(5, oracle, Timers(), advanced.append)
+    found = made.collect(5, oracle, Timers(), advanced.append, published=PUBLISHED)
     assert found is not None
     assert found.rewards == (1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0)
     assert [s.index for s in found.sequences] == list(range(12))
@@ -121,9 +123,9 @@ def test_seeds_follow_from_the_step(tmp_path: Path) -> None:
     first, one, _ = collector(tmp_path, [1])
     again, other, _ = collector(tmp_path, [1])
     later, third, _ = collector(tmp_path, [1])
-    first.collect(2, one, Timers())
-    again.collect(2, other, Timers())
-    later.collect(3, third, Timers())
+    first.collect(2, one, Timers(), published=PUBLISHED)
+    again.collect(2, other, Timers(), published=PUBLISHED)
+    later.collect(3, third, Timers(), published=PUBLISHED)
     assert one.requests == other.requests
     assert {r.seed for r in one.requests[0]}.isdisjoint(r.seed for r in third.requests[0])
 
@@ -133,8 +135,8 @@ def test_seeds_can_repeat(tmp_path: Path) -> None:
     repeated = ("rollout.sampling.repeat=true", "train.deterministic=true")
     first, one, _ = collector(tmp_path, [1], *repeated)
     later, other, _ = collector(tmp_path, [1], *repeated)
-    first.collect(1, one, Timers())
-    later.collect(2, other, Timers())
+    first.collect(1, one, Timers(), published=PUBLISHED)
+    later.collect(2, other, Timers(), published=PUBLISHED)
     assert one.requests == other.requests
     assert len({request.seed for request in one.requests[0]}) == 12
 
@@ -142,7 +144,7 @@ def test_seeds_can_repeat(tmp_path: Path) -> None:
 def test_dynamic_sampling_draws_more_prompts(tmp_path: Path) -> None:
     on = ("algorithm.dynamic_sampling=true", "algorithm.max_resamples=2")
     made, oracle, sampler = collector(tmp_path, [0, 3, 1, 0], *on)  # one informative group in four
-    found = made.collect(1, oracle, Timers())
+    found = made.collect(1, oracle, Timers(), published=PUBLISHED)
     assert found is not None
     assert (found.kept, found.dropped, found.rounds) == (3, 9, 3), "three rounds of four, then what there is"
     assert sampler.drawn == 12
@@ -161,13 +163,13 @@ def test_dynamic_sampling_asks_whether_answers_are_right_and_not_how_long_they_a
 
     def of_many_lengths(requests: Many[Request]) -> list[Sample]:
         cut = [((s.tokens * 90)[: 90 - 5 * n], s) for n, s in enumerate(generate(requests))]
-        return [Sample(tokens, (-1.0,) * len(tokens), s.finish, s.spans) for tokens, s in cut]
+        return [Sample(t, (-1.0,) * len(t), s.finish, (Span(4, 0, len(t)),)) for t, s in cut]
 
     judge = made._rewarder.judge
     right = iter([0, 0, 0, 1, 0, 0, 1, 1, 1, 1, 1, 0])
     made._rewarder.judge = lambda jobs: ([float(next(right)) for _ in jobs], judge(jobs)[1])  # type: ignore[method-assign]
     oracle.generate = of_many_lengths  # type: ignore[method-assign]
-    found = made.collect(1, oracle, Timers())
+    found = made.collect(1, oracle, Timers(), published=PUBLISHED)
     assert found is not None
     assert (found.kept, found.dropped) == (2, 2)
 
@@ -177,18 +179,18 @@ def test_a_step_without_information_says_so(tmp_path: Path) -> None:
     publishers."""
     made, oracle, _ = collector(tmp_path, [0], "algorithm.dynamic_sampling=true", "algorithm.max_resamples=1")
     with pytest.raises(StateError, match="none of the 8 groups of 2 rounds has rewards that differ"):
-        made.collect(1, oracle, Timers())
+        made.collect(1, oracle, Timers(), published=PUBLISHED)
 
 
 def test_data_that_ends_without_information_ends_the_run(tmp_path: Path) -> None:
     made, oracle, sampler = collector(tmp_path, [0], "algorithm.dynamic_sampling=true", "algorithm.max_resamples=99")
-    assert made.collect(1, oracle, Timers()) is None
+    assert made.collect(1, oracle, Timers(), published=PUBLISHED) is None
     assert sampler.left == 0
 
 
 def test_the_data_ends(tmp_path: Path) -> None:
     made, oracle, _ = collector(tmp_path, [1])
-    steps = [made.collect(step, oracle, Timers()) for step in range(1, 12)]
+    steps = [made.collect(step, oracle, Timers(), published=PUBLISHED) for step in range(1, 12)]
     assert steps[9] is not None
     assert steps[10] is None, "40 prompts are ten steps of four"
 
@@ -196,7 +198,7 @@ def test_the_data_ends(tmp_path: Path) -> None:
 def test_long_completions_are_punished_softly(tmp_path: Path) -> None:
     """The last 90 tokens before the limit cost up to 1; the task reward stays what the verifier said."""
     made, oracle, _ = collector(tmp_path, [1], "data.max_prompt_tokens=2", "algorithm.overlong_tokens=90")
-    found = made.collect(1, oracle, Timers())
+    found = made.collect(1, oracle, Timers(), published=PUBLISHED)
     assert found is not None
     assert found.rewards[:3] == (1.0, 0.0, 0.0)
     free = settings().length.total - 2 - 90
@@ -211,7 +213,54 @@ def test_an_engine_without_logprobs_is_named(tmp_path: Path) -> None:
     generate = oracle.generate
     oracle.generate = lambda requests: [Sample(s.tokens, (), s.finish, s.spans) for s in generate(requests)]  # type: ignore[method-assign]
     with pytest.raises(StateError, match="log-probs"):
-        made.collect(1, oracle, Timers())
+        made.collect(1, oracle, Timers(), published=PUBLISHED)
+
+
+@pytest.mark.parametrize(
+    ("spans", "message"),
+    [
+        ([(4, 0, 1), (4, 2, 4)], "expected one that begins at 1, found version 4 from 0 to 1, version 4 from 2 to 4"),
+        ([(4, 0, 3), (4, 2, 4)], "expected one that begins at 3"),
+        ([(4, 1, 4)], "expected one that begins at 0"),
+        ([(4, 0, 3), (4, 3, 2)], "expected one that begins at 3"),
+        ([(4, 0, 3)], "its 4 tokens, each once: they end at 3"),
+        ([(4, 0, 5)], "its 4 tokens, each once: they end at 5"),
+        ([], "they end at 0, found no spans"),
+        ([(4, 0, 1), (3, 1, 4)], "versions go backwards, version 4 from 0 to 1, version 3 from 1 to 4"),
+        ([(3, 0, 1), (5, 1, 4)], "this run has published no version 5"),
+        ([(-1, 0, 4)], "version"),
+    ],
+)
+@pytest.mark.parametrize("dynamic", ["true", "false"])
+def test_spans_that_cannot_be_true_name_their_sample(
+    tmp_path: Path, spans: list[tuple[int, int, int]], message: str, dynamic: str
+) -> None:
+    """A completion came with spans that left out its middle. The versions in them were the right ones, so it was
+    trained on, whatever had made the tokens between; now it is named, also if it would have been left out."""
+    made, oracle, _ = collector(
+        tmp_path, [1, 3, 0, 2], f"algorithm.dynamic_sampling={dynamic}", "algorithm.max_resamples=0"
+    )
+    generate = oracle.generate
+
+    def wrong(requests: Many[Request]) -> list[Sample]:
+        samples = generate(requests)
+        bad = Sample((7, 7, 7, 99), (-1.0,) * 4, "stop", tuple(Span(*span) for span in spans))
+        return [*samples[:7], bad, *samples[8:]]  # the second of the third prompt, whose answers are all wrong
+
+    oracle.generate = wrong  # type: ignore[method-assign]
+    with pytest.raises(StateError, match=rf"^prompt \S+, completion 2 of 3: .*{message}"):
+        made.collect(1, oracle, Timers(), published=PUBLISHED)
+
+
+def test_spans_of_several_versions_may_be_true(tmp_path: Path) -> None:
+    made, oracle, _ = collector(tmp_path, [1])
+    generate = oracle.generate
+    oracle.generate = lambda requests: [  # type: ignore[method-assign]
+        Sample(s.tokens, s.logprobs, s.finish, (Span(2, 0, 1), Span(4, 1, len(s.tokens)))) for s in generate(requests)
+    ]
+    found = made.collect(1, oracle, Timers(), published=PUBLISHED)
+    assert found is not None
+    assert found.versions == {2, 4}
 
 
 def test_end_tokens_come_from_every_place(tmp_path: Path) -> None:
@@ -495,7 +544,7 @@ def test_a_sequence_counts_once_a_pass_whoever_trained_it() -> None:
 
 def test_fixed_tokens_see_a_single_bit(tmp_path: Path) -> None:
     made, oracle, _ = collector(tmp_path, [1])
-    collected = made.collect(1, oracle, Timers())
+    collected = made.collect(1, oracle, Timers(), published=PUBLISHED)
     assert collected is not None
     fixed = FixedTokens.of(collected, count=4)
     asked: list[Any] = []

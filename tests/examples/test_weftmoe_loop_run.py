@@ -43,7 +43,24 @@ def small(out: Path, *overrides: str) -> Settings:
     return composed.load("fp8", smoke="cpu", overrides=every)
 
 
-def train(settings: Settings) -> str:
+# The rollout of step 2 never ends: the signal comes in its middle, and the run has to cut it short.
+TOLD = """
+import os, signal, sys
+from weftmoe import train
+from weftmoe.rollout.torch_sampler import TorchRollout
+generate, calls = TorchRollout.generate, []
+def endless(self, requests):
+    calls.append(1)
+    while len(calls) == 2:
+        generate(self, requests)
+        os.kill(os.getpid(), signal.SIGUSR1)
+    return generate(self, requests)
+TorchRollout.generate = endless
+sys.exit(train._command())
+"""
+
+
+def train(settings: Settings, *, program: tuple[str, ...] = ("-m", "weftmoe.train"), code: int = 0) -> str:
     """Run the trainer in a process of its own, as torchrun would; its last line."""
     settings.out.mkdir(parents=True, exist_ok=True)
     path = settings.out / "settings.yaml"
@@ -51,14 +68,14 @@ def train(settings: Settings) -> str:
     folders = [str(ROOT / part) for part in ("", "kernels", "adapters", "examples")]
     base = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(folders)}
     done = subprocess.run(
-        [sys.executable, "-m", "weftmoe.train", str(path)],
+        [sys.executable, *program, str(path)],
         env=role_environment(settings, "trainer", base),
         capture_output=True,
         text=True,
         timeout=500,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.returncode == code, done.stderr[-4000:]
     return done.stdout.splitlines()[-1]
 
 
@@ -153,16 +170,25 @@ def test_checkpoints_lie_where_a_resume_looks(out: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_serves_the_same_bytes(out: Path, run: LoggedRun, tmp_path: Path) -> None:
-    """A run that was killed after step 2 has to end where the unbroken one ended: masters, moments, data position and
-    the seeds of its completions all have to come back."""
+def test_a_run_that_was_told_to_end_and_resumed_serves_the_same_bytes(
+    out: Path, run: LoggedRun, tmp_path: Path
+) -> None:
+    """A run that was told to end in the middle of a rollout saves the step before, which no checkpoint was due after,
+    and has to end where the unbroken one ended: masters, moments, data position and the seeds of its completions all
+    have to come back. It lost up to `checkpoint.save` steps."""
     shutil.copytree(out / "model", tmp_path / "model")
-    shutil.copytree(out / "checkpoints" / "step-000002", tmp_path / "checkpoints" / "step-000002")
-    train(small(tmp_path))
+    rarely = "checkpoint.save=100"
+    last_line = train(small(tmp_path, rarely, "checkpoint.grace=1"), program=("-c", TOLD), code=75)
+    assert last_line.startswith("WEFTMOE STOPPED steps=1 version=1 ")
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
+    assert json.loads((tmp_path / "stopped.json").read_text(encoding="utf-8")) == {"step": 1}
+    (first,) = read_log(tmp_path).steps
+    assert train(small(tmp_path, rarely)).startswith(f"WEFTMOE OK steps={STEPS} version={STEPS} ")
     resumed = read_log(tmp_path)
-    assert resumed.headers[0].resumed_from == SAVED
-    (last,) = resumed.steps
-    unbroken = run.steps[-1]
-    assert last.byte_check.sha256 == unbroken.byte_check.sha256
-    assert (last.before, last.after, last.grad_norm) == (unbroken.before, unbroken.after, unbroken.grad_norm)
-    assert (last.total, last.reward, last.served_version) == (unbroken.total, unbroken.reward, SAVED)
+    assert [header.resumed_from for header in resumed.headers] == [None, 1]
+    assert resumed.steps[0] == first
+    assert len(resumed.steps) == STEPS
+    for found, unbroken in zip(resumed.steps, run.steps, strict=True):
+        assert found.byte_check.sha256 == unbroken.byte_check.sha256
+        assert (found.before, found.after, found.grad_norm) == (unbroken.before, unbroken.after, unbroken.grad_norm)
+        assert (found.total, found.reward, found.served_version) == (unbroken.total, unbroken.reward, found.step - 1)

@@ -6,7 +6,7 @@ resumed run draws what an unbroken one would have drawn.
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from weftmoe.data import PromptSampler
 from weftmoe.grpo import DynamicSampling, GroupRewards, Sequence, group_advantages, select_groups
 from weftmoe.loop.prompts import EncodedPrompt
 from weftmoe.reward import Rewarder, RewardJob
-from weftmoe.rollout import Request, Rollout, Sample
+from weftmoe.rollout import Request, Rollout, Sample, require_spans
 from weftmoe.schema import Settings
 from weftmoe.telemetry import Timers
 from weftpub.errors import StateError
@@ -100,7 +100,13 @@ class Collector:
         self._rewarder = rewarder
 
     def collect(
-        self, step: int, rollout: Rollout, timers: Timers, advance: Callable[[int], None] = lambda count: None
+        self,
+        step: int,
+        rollout: Rollout,
+        timers: Timers,
+        advance: Callable[[int], None] = lambda count: None,
+        *,
+        published: Container[int],
     ) -> Collected | None:
         """Sample until the step has its groups; None if the data has ended, and what was left trains nothing.
 
@@ -109,9 +115,11 @@ class Collector:
             rollout: serving.
             timers: phases "rollout" and "reward" are timed.
             advance: called with finished completions.
+            published: versions that this run has published so far.
 
         Raises:
-            StateError: dynamic sampling found no group whose rewards differ.
+            StateError: dynamic sampling found no group whose rewards differ, or it is not known which published
+                version made a token.
         """
         algorithm, epoch = self._settings.algorithm, self._sampler.epoch
         dynamic = DynamicSampling(algorithm.dynamic_sampling, algorithm.max_resamples + 1)
@@ -126,6 +134,7 @@ class Collector:
                 return None
             if drawn:
                 found, outcomes = self._round(step, rounds, [self._encoded[p.index] for p in drawn], rollout, timers)
+                _require_versions(found, published)
                 advance(sum(len(group.samples) for group in found))
                 groups += found
                 verdicts.update(outcomes)
@@ -217,6 +226,14 @@ class Collector:
             epoch=epoch,
             exhausted=exhausted,
         )
+
+
+def _require_versions(groups: list[_Group], published: Container[int]) -> None:
+    """StateError for a completion of which it is not known which published versions made it, kept or not."""
+    for group in groups:
+        for number, sample in enumerate(group.samples, 1):
+            where = f"prompt {group.encoded.prompt.index}, completion {number} of {len(group.samples)}"
+            require_spans(sample, where, published)
 
 
 def _overlong(length: int, limit: int, window: int) -> float:

@@ -5,7 +5,7 @@ Order of a start, the same for a fresh run and after a crash:
     engine     started, brought to rest, its memory released
     trainer    built; a checkpoint is read now, before communicators and engine hold memory
     publish    the version that the trainer holds: 0, or the checkpoint's step
-    steps      as in `weftmoe.loop.step`
+    steps      as in `weftmoe.loop.step`; told to end, the run saves and stops, as in `weftmoe.loop.stop`
 """
 
 import math
@@ -30,9 +30,11 @@ from weftmoe.loop.model import join_world, prepare_process
 from weftmoe.loop.prompts import encode_prompts, load_tokenizer, stop_tokens
 from weftmoe.loop.ranks import Ranks
 from weftmoe.loop.step import FixedTokens, Trained, memory, publish_version, train_step
+from weftmoe.loop.stop import CutShort, Pace, StopNotice, run_until
 from weftmoe.loop.trainer import MegatronGrpo, describe_settings
 from weftmoe.reward import Rewarder
 from weftmoe.rollout import Published, Rollout
+from weftmoe.rundir import note_stop
 from weftmoe.schema import Settings
 from weftmoe.telemetry import (
     Counters,
@@ -65,6 +67,7 @@ class RunResult:
         resumed_from: step of the checkpoint that this start went on from; None for a fresh one.
         reward: mean task reward of the last step; None if no step was made.
         first: whether this is rank 0.
+        stopped: whether it was told to end before its last step, and is to be started again.
     """
 
     steps: int
@@ -72,6 +75,7 @@ class RunResult:
     resumed_from: int | None
     reward: float | None
     first: bool
+    stopped: bool = False
 
 
 def run(settings: Settings) -> RunResult:
@@ -79,17 +83,19 @@ def run(settings: Settings) -> RunResult:
 
     Raises:
         WeftpubError: with what failed and what to do. The engine's processes have ended when this returns or raises.
+        StateError: it was told to end, and may not save.
     """
-    device = prepare_process(settings)
-    with ExitStack() as stack:
-        return _Run(settings, device, stack).steps()
+    with StopNotice(settings.checkpoint.grace) as notice, ExitStack() as stack:
+        device = prepare_process(settings)
+        return _Run(settings, device, stack, notice).steps()
 
 
 class _Run:
     """Everything that lives as long as the process."""
 
-    def __init__(self, settings: Settings, device: torch.device, stack: ExitStack) -> None:
+    def __init__(self, settings: Settings, device: torch.device, stack: ExitStack, notice: StopNotice) -> None:
         self._settings, self._device, self._ranks = settings, device, Ranks()
+        self._notice, self._pace, self._stopping = notice, Pace(), False
         self._timers = Timers(torch.cuda.synchronize if device.type == "cuda" else lambda: None)
         first = _rank_of_launch() == 0
         title = f"weftmoe {settings.variant}" if settings.telemetry.name is None else settings.telemetry.name
@@ -102,6 +108,7 @@ class _Run:
         self._rollout = self._start_engine(stack)
         self._trainer = self._build_trainer(stack)
         self._state = self._load()
+        self._began = self._saved = self._state.step  # a fresh run can make its step 0 again
         self._connect()
         self._collector = self._make_collector(stack)
         self._open_telemetry(stack)
@@ -112,12 +119,29 @@ class _Run:
         settings, first, last = self._settings, self._state.step, None
         resumed = first if self._path is not None else None
         for step in range(first + 1, settings.steps + 1):
-            last = self._step(step)
-            if last is None:
-                self._progress.note("the data's epochs have ended")
+            made = self._step(step)
+            if made is None:
+                self._progress.note("told to end" if self._stopping else "the data's epochs have ended")
                 break
+            last = made
+            if self._stopping:
+                break
+        stopped = self._stopping and self._state.step < settings.steps
+        if stopped:
+            self._leave_note()
         reward = None if last is None else last.reward
-        return RunResult(self._state.step, self._state.step, resumed, reward, self._ranks.first)
+        return RunResult(self._state.step, self._state.step, resumed, reward, self._ranks.first, stopped)
+
+    def _leave_note(self) -> None:
+        """What the process that started the ranks looks for. They have all saved when it is there."""
+        if self._settings.checkpoint.save == "off":
+            raise StateError(
+                f"told to end after step {self._state.step}, and checkpoint.save is 'off': nothing was saved, and the "
+                "next start begins at the beginning; give it a number of steps"
+            )
+        if self._ranks.first:
+            note_stop(self._settings.out, self._state.step)
+        self._ranks.barrier()
 
     # The start.
 
@@ -252,6 +276,9 @@ class _Run:
         served = self._state.step
         progress.phase(f"step {step}: rollout", settings.algorithm.prompts * settings.algorithm.completions)
         collected = self._collect(step)
+        if isinstance(collected, CutShort):
+            self._save_step_before(step)
+            return None
         if collected is None:
             return None
         self._require_version(collected, served)
@@ -280,6 +307,8 @@ class _Run:
             self._fixed = FixedTokens.of(collected)
         fixed = () if self._fixed is None else self._fixed.sequences
         self._state = checkpoint.LoopState(step, drawn, self._state.total.plus(counters), self._identity, fixed)
+        # Decided here by all ranks, and nowhere else: a signal reaches each of them at another moment.
+        self._stopping = any(self._ranks.gather(self._notice.given))
         self._save_if_due(step)
         progress.phase(f"step {step}: publishing version {step}")
         published = publish_version(self._trainer, self._rollout, step, timers)
@@ -291,13 +320,34 @@ class _Run:
                 self._log.write(record)
             self._sinks.write(record)
         progress.step(record)
+        self._pace.learn(record.seconds)
         return record
 
-    def _collect(self, step: int) -> Collected | None:
+    def _collect(self, step: int) -> Collected | CutShort | None:
+        """The step's data, None if there is none left, or word that its rollout is not waited for."""
+
+        def collect() -> Collected | None:
+            published = range(self._began, step)  # a version a step
+            return self._collector.collect(
+                step, self._rollout, self._timers, self._progress.advance, published=published
+            )
+
         collected = None
         if self._ranks.first:
-            collected = self._collector.collect(step, self._rollout, self._timers, self._progress.advance)
+            collected = run_until(collect, lambda elapsed: self._pace.enough(self._notice, elapsed))
         return self._ranks.broadcast(collected)
+
+    def _save_step_before(self, step: int) -> None:
+        """End a step in its rollout. The engine is ended first: what it has begun would hold memory, and nobody waits
+        for it. Nothing has changed since the step before, so a checkpoint is as good as one that was written there.
+        """
+        self._stopping = True
+        self._progress.note(f"step {step}: told to end, and there is no time for the rest of it")
+        self._rollout.close()
+        self._ranks.barrier()
+        if self._saved != self._state.step and self._settings.checkpoint.save != "off":
+            self._trainer.reload()
+            self._save(step - 1)
 
     def _require_version(self, collected: Collected, served: int) -> None:
         if collected.versions != {served}:
@@ -308,13 +358,17 @@ class _Run:
 
     def _save_if_due(self, step: int) -> None:
         every = self._settings.checkpoint.save
-        if every == "off" or (step % every and step != self._settings.steps):
+        if every == "off" or (step % every and step != self._settings.steps and not self._stopping):
             return
+        self._save(step)
+
+    def _save(self, step: int) -> None:
         self._progress.phase(f"step {step}: saving")
         with self._timers.phase("save"):
             checkpoint.save(self._settings.out, self._trainer, self._state, self._ranks)
             if self._ranks.first:
                 checkpoint.delete_old(self._settings.out, self._settings.checkpoint.keep)
+        self._saved = step
 
     def _record(
         self,

@@ -9,7 +9,7 @@ The five calls of a colocated step, in their order; between them the trainer has
     continue_  requests are answered again, from the new version
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -19,7 +19,17 @@ from weftmoe.telemetry.record import ByteCheck
 from weftpub.errors import StateError
 from weftpub.publisher import SourceBuffers
 
-__all__ = ["PlanFor", "Published", "Request", "Rollout", "Sample", "Span", "Tensors", "plain_tensors"]
+__all__ = [
+    "PlanFor",
+    "Published",
+    "Request",
+    "Rollout",
+    "Sample",
+    "Span",
+    "Tensors",
+    "plain_tensors",
+    "require_spans",
+]
 
 type Tensors = Mapping[str, torch.Tensor] | SourceBuffers
 # From what the engine's ranks say about themselves to a plan; collective over the trainer's ranks.
@@ -58,7 +68,7 @@ class Sample:
         tokens: with the end token, if it was drawn.
         logprobs: of each token under the sampling distribution.
         finish: "stop" or "length".
-        spans: which weights made which tokens.
+        spans: which weights made which tokens, in their order; `require_spans` looks whether they can be true.
     """
 
     tokens: tuple[int, ...]
@@ -140,3 +150,40 @@ def plain_tensors(sources: Tensors) -> Mapping[str, torch.Tensor]:
     if isinstance(sources, SourceBuffers):
         raise StateError("the engine's own update takes a tensor per name, and was given buffers with places in them")
     return sources
+
+
+def require_spans(sample: Sample, where: str, published: Container[int]) -> None:
+    """See that it is known of every token which version made it.
+
+    Args:
+        sample: the completion.
+        where: which one it is, for messages.
+        published: versions that this run has published so far.
+
+    Raises:
+        StateError: a token has no span, or two; versions go backwards; or one of them was never published.
+    """
+    told = ", ".join(f"version {span.version} from {span.start} to {span.end}" for span in sample.spans) or "no spans"
+    end, version = 0, -1
+    for span in sample.spans:
+        if span.start != end or span.end <= span.start:
+            raise StateError(
+                f"{where}: its spans are not its {len(sample.tokens)} tokens, each once: expected one that begins at "
+                f"{end}, found {told}; it is not known which weights made what"
+            )
+        if span.version < version:
+            raise StateError(
+                f"{where}: versions go backwards, {told}; an engine that began a completion with newer weights cannot "
+                "end it with older ones"
+            )
+        if span.version not in published:
+            raise StateError(
+                f"{where}: {told}, and this run has published no version {span.version}; was another publisher at "
+                "work, or did the engine come back with weights of its own?"
+            )
+        end, version = span.end, span.version
+    if end != len(sample.tokens):
+        raise StateError(
+            f"{where}: its spans are not its {len(sample.tokens)} tokens, each once: they end at {end}, found {told}; "
+            "it is not known which weights made what"
+        )

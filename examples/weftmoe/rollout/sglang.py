@@ -123,7 +123,7 @@ class SglangRollout:
         for number, answer in enumerate(answers):
             if answer.finish not in ("stop", "length"):
                 raise StateError(f"request {number} of {len(requests)} ended with {answer.finish!r}: {answer.meta}")
-            spans = tuple(Span(self._number(s.version), s.start, s.end) for s in answer.versions if s.end > s.start)
+            spans = tuple(Span(self._number(s.version), s.start, s.end) for s in answer.versions if s.end != s.start)
             finish: Any = answer.finish
             samples.append(Sample(answer.tokens, answer.logprobs, finish, spans))
         return samples
