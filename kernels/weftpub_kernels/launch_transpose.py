@@ -23,7 +23,7 @@ from .transposes import check_transpose
 from .triton_transpose import layouts, transpose_tiles
 from .tuning import BYTEWISE, TURN, Turn
 
-__all__ = ["Variant", "compile_kernel", "launch", "strides_of", "variant_of"]
+__all__ = ["Variant", "compile_kernel", "launch", "programs_of", "strides_of", "variant_of"]
 
 _MAX_PLANS = 4096
 _WORD = 16  # bytes
@@ -134,15 +134,20 @@ def _plan(
     strides: tuple[int, ...],
     variant: Variant,
 ) -> _Plan:
-    count, (mb, nb) = math.prod(w.shape[:-2]), grid_of(w.shape)
-    programs = (mb, nb, count) if variant.turn.down_first else (nb, mb, count)
-    if max(programs[1:]) >= 1 << 16 or max(w.shape[-2:]) + BLOCK >= 1 << 31:
-        found = f"{list(w.shape)} has {count} matrices of {mb} x {nb} blocks"
-        raise ShapeError(f"{found}, one launch takes 65535 of each; split it")
+    programs = programs_of(w, variant)
     compiled, switches = compile_kernel(variant)
     spans = tuple(0 if tensor is None else span(tensor) for tensor in (w, wt, scale, scale_t))
     constants = (*w.shape[-2:], *strides, *switches)
     return _Plan(compiled.run, programs, compiled.function, compiled.packed_metadata, constants, spans)
+
+
+def programs_of(w: torch.Tensor, variant: Variant) -> tuple[int, int, int]:
+    """The grid: blocks in the order of the variant, and matrices. ShapeError where a GPU takes no such grid."""
+    count, (mb, nb) = math.prod(w.shape[:-2]), grid_of(w.shape)
+    if max(mb, nb, count) >= 1 << 16:
+        found = f"{list(w.shape)} has {count} matrices of {mb} x {nb} blocks"
+        raise ShapeError(f"{found}, one launch takes 65535 of each; split it")
+    return (mb, nb, count) if variant.turn.down_first else (nb, mb, count)
 
 
 def strides_of(

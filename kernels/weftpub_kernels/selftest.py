@@ -121,9 +121,10 @@ def _finds_non_finite(where: str, x: torch.Tensor, recipe: Recipe, variant: Vari
 def turned_memory(variant: TurnVariant, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Two matrices [2, M, N] of random bytes and poisoned room for their transposes, whose sizes and strides ask for
     just this variant of the transposition."""
-    rows, columns = (256, 384) if variant.even else (272 if variant.write_words else 201, 304)
-    if not (variant.even or variant.read_words):
-        columns = 301
+    if variant.even:
+        rows, columns = 256, 128
+    else:
+        rows, columns = 144 if variant.write_words else 131, 176 if variant.read_words else 157
     random = torch.from_numpy(np.random.default_rng(11).integers(0, 256, (2, rows, columns), dtype=np.uint8))
     w = _room(random.shape, variant.read_words, device)
     w.copy_(random)
