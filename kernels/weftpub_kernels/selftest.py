@@ -160,7 +160,7 @@ def check_turned(variant: TurnVariant, device: torch.device) -> None:
 
 def _everything(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on the CPU of all bytes behind the tensor."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage()).cpu()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage()).to("cpu", copy=True)
 
 
 def _inside(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

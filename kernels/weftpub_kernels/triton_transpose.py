@@ -112,10 +112,8 @@ def transpose_tiles(
 
 @gluon.jit
 def _indices(LAYOUT: gl.constexpr):
-    """Row and column numbers within the tile, in 64 bits: a tile alone may span more than 2^31 bytes."""
-    rows = gl.arange(0, 128, gl.SliceLayout(1, LAYOUT)).to(gl.int64)
-    columns = gl.arange(0, 128, gl.SliceLayout(0, LAYOUT)).to(gl.int64)
-    return rows, columns
+    """Row and column numbers within the tile; times a stride, which has 64 bits, since a tile may span 2^31 bytes."""
+    return gl.arange(0, 128, gl.SliceLayout(1, LAYOUT)), gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
 
 
 @gluon.jit

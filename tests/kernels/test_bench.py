@@ -10,7 +10,8 @@ import torch
 
 from weftpub_kernels import tuning
 from weftpub_kernels.bench import environment, quantize, tune, verify
-from weftpub_kernels.tuning import ROWS, Tuning, choose
+from weftpub_kernels.bench import transpose as turning
+from weftpub_kernels.tuning import ROWS, TURN, Tuning, Turn, choose
 
 
 def test_the_specs_are_those_of_the_targets() -> None:
@@ -33,7 +34,7 @@ def test_the_torch_contender_makes_our_bytes() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU they would run")
-@pytest.mark.parametrize("program", [quantize, tune, verify])
+@pytest.mark.parametrize("program", [quantize, tune, turning, verify])
 def test_without_a_gpu_they_say_so(program: object, capsys: pytest.CaptureFixture[str]) -> None:
     assert program.main([]) == 2  # type: ignore[attr-defined]
     assert "no CUDA GPU" in capsys.readouterr().err
@@ -105,3 +106,45 @@ def test_the_tuner_writes_rows_that_read_as_what_they_were() -> None:
     text = tune.source_of(long)
     assert eval(f"[{text}]", {"Tuning": Tuning}) == long
     assert max(map(len, text.splitlines())) <= 120
+
+
+def _turns(name: str, *, wrong: Turn) -> object:
+    def launch(w: torch.Tensor, wt: torch.Tensor, scale: torch.Tensor, scale_t: torch.Tensor, turn: Turn) -> None:
+        wt.copy_(w.transpose(1, 2))
+        scale_t.copy_(scale.transpose(1, 2))
+        if turn == wrong:
+            {"wt": wt, "scale_t": scale_t}[name][-1, 1, 0] += 1
+
+    return launch
+
+
+@pytest.mark.parametrize(("name", "what"), [("wt", r"W^T"), ("scale_t", "scale_t")])
+def test_the_transposition_is_checked_before_it_is_timed(name: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, wrong = turning.CANDIDATES[:3]
+    timed: list[str] = []
+    monkeypatch.setattr(turning, "launch", _turns(name, wrong=wrong))
+    monkeypatch.setattr(turning, "_time_turn", lambda run: timed.append(run()) or float(1 + len(timed) % 3))
+    work = turning.Work("small", ((2, 130, 140), (1, 16, 300)), 2)
+    row = turning.measure(work, [first, second, wrong], 0.0, "cpu")
+    assert row["faults"] == {repr(wrong): f"1 values of {what} of batch 0 are wrong"}
+    assert [*row["us"]] == ["copy", "torch", "in use", repr(first), repr(second)]
+    assert work.bytes == row["bytes"] == 2 * 2 * (2 * 130 * 140 + 16 * 300)
+    assert row["rounds"] == 5
+    assert row["of_copy"]["copy"] == 1.0
+    assert turning.best([row], [wrong]) is None
+
+
+def test_the_best_transposition_keeps_the_one_in_use_where_it_is_as_good() -> None:
+    other = Turn(columns=8, down=4, cache=".cs")
+    for share, found in ((0.9005, TURN), (0.902, other)):
+        row = {"faults": {}, "of_copy": {repr(TURN): 0.9, repr(other): share}}
+        assert turning.best([row], [TURN, other]) == found
+    assert turning.best([row, {"faults": {repr(other): "wrong"}, "of_copy": row["of_copy"]}], [TURN, other]) == TURN
+
+
+def test_the_transposition_in_use_is_written_as_it_reads() -> None:
+    source = Path(tuning.__file__).read_text()
+    assert source.count(f"\n{turning.source_of(TURN)}\n") == 1
+    for candidate in turning.CANDIDATES:
+        assert eval(turning.source_of(candidate).removeprefix("TURN = "), {"Turn": Turn}) == candidate
+    assert turning.WORK[-1].bytes == 2 * 4_026_531_840

@@ -21,6 +21,7 @@ from weftpub_kernels import (
     checksum,
     dequantize,
     quantize_pair,
+    transpose,
 )
 
 
@@ -240,6 +241,31 @@ def test_rewriting_the_same_generation_leaves_no_wt_of_the_old_bytes() -> None:
     with store.writing(0, recover=True):
         for name, master in make_masters(store, seed=1).items():
             store.writer()(name, master)
+    store.check_wt()
+
+
+@pytest.mark.parametrize("wt", ["store", "rebuild"])
+def test_wt_is_made_by_the_kernel(wt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch turns bytes one by one: on an H200 a reload, or all layers of a backward pass, took ten times as long."""
+    made: list[tuple[int, ...]] = []
+
+    def counted(w: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        made.append(tuple(w.shape))
+        return transpose(w, *rest)
+
+    monkeypatch.setattr("weftpub.store.memory.transpose", counted)
+    store = make_store(hidden=384, wt=wt)
+    fill(store, 0)
+    assert not made
+    layer = [(3, 256, 384), (3, 384, 128)]
+    store.offload()
+    store.reload()
+    assert made == (layer * 2 if wt == "store" else [])
+    made.clear()
+    for _ in range(2):
+        for number in (3, 3, 1):
+            store.layer(number)
+    assert made == ([] if wt == "store" else layer * 4)
     store.check_wt()
 
 

@@ -104,6 +104,23 @@ def test_writing_never_waits_for_the_device(form: str) -> None:
     assert store.seal().changed_bytes == 0
 
 
+@pytest.mark.parametrize("wt", ["store", "rebuild"])
+def test_making_wt_never_waits_for_the_device(wt: str) -> None:
+    """A backward pass asks for W^T layer by layer; a wait in each would leave the GPU idle."""
+    store = make_store(device="cuda", wt=wt)
+    fill(store, 0)
+    store.rebuild_wt()
+    store.check_wt()  # has compiled and tested the kernel
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        store.rebuild_wt()
+        for layer in reversed(store.layout.layers):
+            store.layer(layer)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    store.check_wt()
+
+
 @pytest.mark.parametrize("form", ["fp8", "bf16"])
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_nan_is_found_at_the_seal(form: str, value: float) -> None:
