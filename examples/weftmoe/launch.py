@@ -7,6 +7,7 @@ Each rank runs `weftmoe.worker`, which reads the settings that were written down
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -73,6 +74,8 @@ def launch(
         return
     require_driven(settings)
     _check_data(settings)
+    if settings.publish.experts == "shared":
+        _check_sharing(settings)
     if not settings.smoke.enabled:
         _check_host(settings, ignore=ignore_plan)
     claim(settings, node_rank)
@@ -143,8 +146,8 @@ def require_driven(settings: Settings) -> None:
     """Refuse, before an engine is started, what the loop does not drive.
 
     Raises:
-        ConfigError: a model that the trainer does not build, several machines or engines, shared experts, or the
-            baseline on several ranks.
+        ConfigError: a model that the trainer does not build, several machines or engines, or the baseline on several
+            ranks.
     """
     # Loads torch; printing and planning need not wait for it.
     from weftpub_adapters.megatron.fields import ARCHITECTURE
@@ -158,11 +161,6 @@ def require_driven(settings: Settings) -> None:
         raise ConfigError(
             f"cluster.nodes={settings.cluster.nodes}, rollout.engines={settings.rollout.engines}: the loop drives one "
             "engine on one machine; set both to 1"
-        )
-    if settings.publish.experts == "shared":
-        raise ConfigError(
-            "publish.experts='shared': this configuration can be printed and planned, but the loop copies; set it to "
-            "'copy'"
         )
     if settings.publish.path == "native" and settings.cluster.world > 1:
         # SGLang's tensor update would get one rank's experts, and it refuses attention data parallelism.
@@ -219,6 +217,19 @@ def _check_host(settings: Settings, *, ignore: bool) -> None:
             f"the run pins {needed / GIB:.0f} GiB of host memory here and {free / GIB:.0f} are free: use Muon, "
             "variant fp8, or a machine with more memory. --ignore-plan starts it all the same"
         )
+
+
+def _check_sharing(settings: Settings) -> None:
+    """Refuse now what this machine's driver, or its folder for temporary files, forbids: each process would take memory
+    of its own, where the plan counted one.
+    """
+    from weftpub.memory import sharing_obstacle
+
+    device = "cuda" if settings.cluster.gpus else "cpu"
+    with tempfile.TemporaryDirectory(prefix="weftmoe-") as folder:
+        obstacle = sharing_obstacle(device, folder)
+    if obstacle is not None:
+        raise ConfigError(f"publish.experts='shared': {obstacle}. Set publish.experts='copy'")
 
 
 def _check_data(settings: Settings) -> None:

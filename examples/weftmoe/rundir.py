@@ -24,7 +24,16 @@ EXIT_AGAIN = 75  # of a run that stopped because it was told to, and goes on whe
 # What a run leaves behind for the next start or for a reader.
 _LEFT = ("checkpoints", "steps.jsonl", "tensorboard", "wandb")
 # What may change between two starts of one run: it says how it runs, and not what it computes.
-_FREE = ("steps", "out", "checkpoint", "telemetry", "reward.workers", "reward.timeout", "rollout.ready_timeout")
+_FREE = (
+    "steps",
+    "out",
+    "checkpoint",
+    "telemetry",
+    "publish.experts",
+    "reward.workers",
+    "reward.timeout",
+    "rollout.ready_timeout",
+)
 
 
 def settings_path(out: Path, node_rank: int = 0) -> Path:

@@ -312,7 +312,8 @@ class Publish(_Block):
         path: "weftpub", or "native": SGLang's own tensor update in BF16 buckets (baseline).
         preset: quantizer of the routed experts (fp8).
         activation_scales: rule for the scales of activations, the same in trainer and engine (fp8).
-        experts: "copy", or "shared": trainer and engine map one allocation where their layouts coincide.
+        experts: "copy", or "shared": trainer and engine map one allocation for the experts, and a publish copies the
+            other weights only (fp8). A start that cannot do that ends with an error.
         staging_mib: most extra GPU memory of a publish.
         bucket_mib: bucket of the native path.
         verify_sha256: compare sha256 of what is served with what is trained, beside the checksums.

@@ -109,7 +109,6 @@ def test_a_run_that_does_not_fit_is_not_started(capsys: pytest.CaptureFixture[st
     [
         (("--model", "Qwen/Qwen3.5-35B-A3B-Base"), "can be printed and planned"),
         (("--nodes", "2"), "one engine on one machine"),
-        (("publish.experts=shared",), "set it to 'copy'"),
     ],
 )
 def test_what_the_loop_does_not_drive_is_planned_and_not_started(
@@ -149,6 +148,26 @@ def test_a_machine_with_too_little_host_memory_is_told_so(
     monkeypatch.setattr("weftpub_adapters.doctor.facts.host_memory", lambda: (64 << 30, 60 << 30))
     assert run("fp8", "--out", str(tmp_path / "run")) == 1
     assert "pins 310 GiB of host memory here and 60 are free" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_a_machine_that_cannot_share_memory_is_told_so_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int
+) -> None:
+    """Trainer and engine would each fall back to memory of their own, where the plan counted one."""
+    asked: list[tuple[Any, int]] = []
+
+    def obstacle(device: Any, folder: str) -> str:
+        asked.append((device, stat.S_IMODE(os.stat(folder).st_mode)))
+        return "cuMemExportToShareableHandle is forbidden here"
+
+    monkeypatch.setattr("weftpub.memory.sharing_obstacle", obstacle)
+    arguments = ("fp8", "--smoke", "--gpus", str(gpus), "--out", str(tmp_path / "run"))
+    assert run(*arguments, "publish.experts=shared") == 1
+    assert asked == [("cuda" if gpus else "cpu", 0o700)]
+    message = " ".join(capsys.readouterr().err.split())
+    assert "cuMemExportToShareableHandle is forbidden here. Set publish.experts='copy'" in message
     assert not (tmp_path / "run").exists()
 
 
@@ -262,6 +281,7 @@ def test_a_run_is_resumed_as_what_it_was_begun(tmp_path: Path) -> None:
     os.close(begun("optimizer.lr=2e-4"))  # nothing was saved yet, so nothing is resumed
     (tmp_path / "checkpoints" / "step-000010").mkdir(parents=True)
     os.close(begun("optimizer.lr=2e-4", "steps=99", "telemetry.wandb=offline", "checkpoint.save=5"))
+    os.close(begun("optimizer.lr=2e-4", "publish.experts=shared"))
     with pytest.raises(ConfigError, match=r"optimizer\.lr: 0\.0002 -> 0\.0003; seed: 1234 -> 5\. Resume it"):
         begun("optimizer.lr=3e-4", "seed=5")
     # A refused start leaves the directory as it was, and free.

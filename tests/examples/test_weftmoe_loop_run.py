@@ -175,15 +175,16 @@ def test_a_run_that_was_told_to_end_and_resumed_serves_the_same_bytes(
 ) -> None:
     """A run that was told to end in the middle of a rollout saves the step before, which no checkpoint was due after,
     and has to end where the unbroken one ended: masters, moments, data position and the seeds of its completions all
-    have to come back. It lost up to `checkpoint.save` steps."""
+    have to come back. It lost up to `checkpoint.save` steps. Here trainer and sampler also map one memory for the
+    experts, at both starts another one, where the unbroken run copies them."""
     shutil.copytree(out / "model", tmp_path / "model")
-    rarely = "checkpoint.save=100"
-    last_line = train(small(tmp_path, rarely, "checkpoint.grace=1"), program=("-c", TOLD), code=75)
+    rarely = ("checkpoint.save=100", "publish.experts=shared")
+    last_line = train(small(tmp_path, *rarely, "checkpoint.grace=1"), program=("-c", TOLD), code=75)
     assert last_line.startswith("WEFTMOE STOPPED steps=1 version=1 ")
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
     assert json.loads((tmp_path / "stopped.json").read_text(encoding="utf-8")) == {"step": 1}
     (first,) = read_log(tmp_path).steps
-    assert train(small(tmp_path, rarely)).startswith(f"WEFTMOE OK steps={STEPS} version={STEPS} ")
+    assert train(small(tmp_path, *rarely)).startswith(f"WEFTMOE OK steps={STEPS} version={STEPS} ")
     resumed = read_log(tmp_path)
     assert [header.resumed_from for header in resumed.headers] == [None, 1]
     assert resumed.steps[0] == first
@@ -192,3 +193,5 @@ def test_a_run_that_was_told_to_end_and_resumed_serves_the_same_bytes(
         assert found.byte_check.sha256 == unbroken.byte_check.sha256
         assert (found.before, found.after, found.grad_norm) == (unbroken.before, unbroken.after, unbroken.grad_norm)
         assert (found.total, found.reward, found.served_version) == (unbroken.total, unbroken.reward, found.step - 1)
+        # One layer of four experts: three matrices of 128 x 128 codes, and an FP32 scale each.
+        assert (found.byte_check.in_place, unbroken.byte_check.in_place) == (4 * 3 * (128 * 128 + 4), 0)

@@ -219,3 +219,9 @@ def test_a_record_names_one_digest_over_all_pieces() -> None:
     other = PublishReport("run", 3, "digest", {}, 10, 1, 2, 0, {}, sha256={"a": "1", "b": "3"})
     assert byte_check(other).sha256 != check.sha256
     assert byte_check(PublishReport("run", 3, "digest", {}, 10, 1, 2, 0, {})).method == "checksum"
+
+
+def test_a_record_says_what_was_copied_and_what_was_in_place() -> None:
+    """All bytes are compared; those that both map were not moved for it."""
+    check = byte_check(PublishReport("run", 3, "digest", {}, 10, 1, 2, 0, {}, shared_nbytes=90))
+    assert (check.bytes, check.in_place) == (100, 90)

@@ -40,6 +40,14 @@ def test_every_argument_is_one_of_sglangs(variant: str, length: str) -> None:
     assert not unknown
 
 
+def test_an_engine_is_told_where_it_meets_the_trainer() -> None:
+    told = engine_arguments(settings("fp8"), Path("model"), "/run/weft")
+    assert json.loads(told["json_model_override_args"]) == {"weftpub_shared_experts": {"folder": "/run/weft"}}
+    assert told.keys() - known_fields() == set()
+    assert told["log_level"] == "warning", "a worker that cannot share says why in a warning"
+    assert "json_model_override_args" not in engine_arguments(settings("fp8"), Path("model"))
+
+
 def test_arguments_follow_the_settings() -> None:
     fp8 = engine_arguments(settings("fp8"), Path("model"))
     assert (fp8["tp_size"], fp8["ep_size"], fp8["dp_size"], fp8["enable_dp_attention"]) == (8, 8, 8, True)

@@ -16,7 +16,7 @@ from weftmoe.loop.checkpoint import LoopState
 from weftmoe.loop.stop import CutShort, Pace, StopNotice, run_until
 from weftmoe.rundir import claim, note_stop, stopped_path
 from weftmoe.telemetry import Counters, Timers
-from weftpub.errors import StateError
+from weftpub.errors import ConfigError, StateError
 
 LIMIT_S = 60.0
 
@@ -118,6 +118,27 @@ def test_work_is_cut_short_and_not_begun_without_time() -> None:
     began: list[int] = []
     assert run_until(lambda: began.append(1), lambda elapsed: False) == CutShort()
     assert began == []
+
+
+# Sharing.
+
+
+@pytest.mark.parametrize("in_place", [0, 60, 200])
+def test_a_run_that_was_to_share_memory_does_not_copy_silently(monkeypatch: pytest.MonkeyPatch, in_place: int) -> None:
+    """Both sides only warn when they cannot share: the run went on with twice the memory that was planned."""
+    made: Any = object.__new__(module._Run)
+    made._progress, made._timers = SimpleNamespace(stage=lambda text: None), Timers()
+    made._rollout, made._trainer = SimpleNamespace(connect=lambda plan: None), SimpleNamespace(plan=None)
+    made._trainer.expert_bytes = 100
+    made._ranks = SimpleNamespace(gather=lambda mine: [mine, 100], broadcast=lambda value: value)
+    made._state, made._shared = LoopState(0, {}, Counters(), {}), "/run/weft"
+    published = SimpleNamespace(check=SimpleNamespace(in_place=in_place))
+    monkeypatch.setattr(module, "publish_version", lambda *_: published)
+    if in_place == 200:
+        made._connect()
+    else:
+        with pytest.raises(ConfigError, match=rf"{in_place} of the experts' 200 bytes .* Set publish\.experts='copy'"):
+            made._connect()
 
 
 # The loop, whose trainer and engine are told to do nothing.

@@ -1,7 +1,7 @@
 """The smoke run on one GPU or two: variants x seeds, learning rate 0, and a run that is killed and resumed.
 
-    python tests/gpu/weftmoe_smoke.py --out OUT [--only train,kl,frozen,resume,two-gpus] [--variants baseline,bf16,fp8]
-        [--optimizer muon] [--seeds 1,2,3] [--steps 50] [--side-by-side 3] [--seconds 560] [--work DIR] [--cpu]
+    python tests/gpu/weftmoe_smoke.py --out OUT [--only train,kl,frozen,resume,shared,two-gpus]
+        [--variants baseline,bf16,fp8] [--optimizer muon] [--seeds 1,2,3] [--steps 50] [--side-by-side 3] [--seconds 560] [--work DIR] [--cpu]
         [--tiny]
 
 Writes OUT/weftmoe_smoke.json (a row per run, with the commit), OUT/weftmoe_smoke.tar.gz (log, output and settings of
@@ -18,7 +18,10 @@ SIGTERM. Exits with 1 if a check fails. Models, checkpoints and runs lie under D
               that did not arrive is seen in `train`: after each update, before its publish, it is larger by orders of
               magnitude
     frozen    fp8 with learning rate 0: the same tokens, scored after each publish, give the same bits
-    resume    fp8, unbroken and killed at a random step: the same bytes at the same step
+    resume    fp8: unbroken; killed at a random step; told to end (SIGUSR1) after one. The same bytes at the same step,
+              and of the one that was told, nothing computed twice
+    shared    fp8, experts copied and experts in memory that trainer and engine both map: the same bytes at each step,
+              in the second without moving the experts (left out unless asked for)
     two-gpus  fp8 on two GPUs: trainer TP2/EP2 and DP2/EP2, rollout EP2 and MoE-TP2 (left out unless asked for)
 
 Runs are processes of their own, `--side-by-side` at a time, those of all sections together. A run that takes longer
@@ -49,6 +52,7 @@ from ran_on import need_gpu, ran_on
 from weftmoe import settings as composed
 from weftmoe.env import role_environment
 from weftmoe.report.summary import RunSummary, summarize_run
+from weftmoe.rundir import EXIT_AGAIN
 from weftmoe.schema import Settings
 from weftmoe.smoke import make_model
 from weftmoe.telemetry import LOG_NAME, read_log
@@ -77,6 +81,7 @@ class Run:
     name: str
     settings: Settings
     kill_after_step: int | None = None
+    tell_after_step: int | None = None
     ranks: int = 1
 
 
@@ -103,6 +108,8 @@ class Ended:
     def whole(self) -> bool:
         """Whether it ended as it should."""
         wanted = 0 if self.run.kill_after_step is None else -signal.SIGKILL
+        if self.run.tell_after_step is not None:
+            wanted = EXIT_AGAIN
         return self.code == wanted and self.log is not None
 
 
@@ -130,6 +137,12 @@ class Report:
             if not passed:
                 self.failed.append(name)
             print(f"  {'ok  ' if passed else 'FAIL'} {name}: {detail}", flush=True)
+
+    def measured(self, name: str, found: dict[str, Any]) -> None:
+        """Note numbers that nothing is expected of."""
+        with self._lock:
+            self.data.setdefault("measured", {})[name] = found
+            print(f"  {name}: {found}", flush=True)
 
     def row(self, section: str, ended: Ended) -> RunSummary | None:
         """Note a run; its summary, if it came far enough to have one."""
@@ -223,7 +236,7 @@ class Room:
             return list(pool.map(self.run, runs))
 
     def run(self, run: Run) -> Ended:
-        """Start a run, and wait for its end (or kill it after a step)."""
+        """Start a run, and wait for its end (or kill it after a step, or tell it to end)."""
         with self._places:
             out = run.settings.out
             out.mkdir(parents=True, exist_ok=True)
@@ -251,7 +264,7 @@ class Room:
     def _wait(self, process: subprocess.Popen[bytes], run: Run, began: float) -> tuple[int | None, float | None]:
         """Exit code, and seconds until the first step could begin. The process and all of its children are ended at the
         step to kill at, and when there is no more time."""
-        ready = None
+        ready, told = None, False
         starts = _count(run.settings.out, "run")
         while True:
             try:
@@ -262,6 +275,9 @@ class Room:
                 ready = round(now - began, 1)
             late = self.stopped.is_set() or now > min(began + self.options.limit, self._until)
             due = run.kill_after_step is not None and _count(run.settings.out, "step") >= run.kill_after_step
+            if not told and run.tell_after_step is not None and _count(run.settings.out, "step") >= run.tell_after_step:
+                told = True
+                process.send_signal(signal.SIGUSR1)
             if late or due:
                 os.killpg(process.pid, signal.SIGKILL)
                 code = process.wait()
@@ -409,16 +425,69 @@ def section_resume(room: Room, report: Report) -> None:
     seed, fixed = options.seeds[0], f"checkpoint.save={save}"
     unbroken = Run("unbroken", room.settings("unbroken", "fp8", seed, steps, fixed, deterministic=True))
     broken = Run("broken", room.settings("broken", "fp8", seed, steps, fixed, deterministic=True), kill_after_step=at)
-    first, killed = room.run_all([unbroken, broken])
-    report.row("resume", first)
-    report.row("resume", killed)
-    again = room.run(Run("resumed", broken.settings))
-    report.row("resume", again)
-    logs = [ended.log.steps if ended.log is not None else () for ended in (first, again)]
-    one, other = ({s.step: s.byte_check.sha256 for s in log} for log in logs)
-    differing = [step for step in one if one[step] != other.get(step)]
-    detail = f"killed after step {at}; steps with other bytes: {differing}"
-    report.check("resume: the same bytes at every step", not differing and len(one) == steps, detail)
+    # Nothing is due before the end: what is there when it is resumed was saved because it was told.
+    rarely = ("checkpoint.save=100", "checkpoint.grace=120")
+    told = Run("told", room.settings("told", "fp8", seed, steps, *rarely, deterministic=True), tell_after_step=at)
+    first, killed, ended = room.run_all([unbroken, broken, told])
+    for one in (first, killed, ended):
+        report.row("resume", one)
+    left = max((s.step for s in ended.log.steps), default=0) if ended.log is not None else 0
+    again, later = room.run_all([Run("resumed", broken.settings), Run("resumed-told", told.settings)])
+    for one in (again, later):
+        report.row("resume", one)
+    _check_same_bytes(report, "resume: the same bytes at every step", first, again, steps, f"killed after step {at}")
+    detail = f"told after step {at}, ended after {left}"
+    _check_same_bytes(report, "resume: the same bytes after it was told", first, later, steps, detail)
+    begins = [header.resumed_from for header in later.log.headers] if later.log is not None else []
+    report.check("resume: nothing is computed twice", begins == [None, left], f"{detail}; starts from {begins}")
+
+
+def _check_same_bytes(report: Report, name: str, one: Ended, other: Ended, steps: int, detail: str) -> None:
+    """All published tensors of each step, by their sha256."""
+    logs = [ended.log.steps if ended.log is not None else () for ended in (one, other)]
+    here, there = ({s.step: s.byte_check.sha256 for s in log} for log in logs)
+    differing = [step for step in here if here[step] != there.get(step)]
+    passed = not differing and len(here) == steps and None not in here.values()
+    report.check(name, passed, f"{detail}; steps with other bytes: {differing}")
+
+
+def section_shared(room: Room, report: Report) -> None:
+    options = room.options
+    steps = 3 if options.tiny else 8
+    copied, shared = room.run_all(
+        [
+            Run(
+                f"experts-{how}",
+                room.settings(
+                    f"experts-{how}", "fp8", options.seeds[0], steps, f"publish.experts={how}", deterministic=True
+                ),
+            )
+            for how in ("copy", "shared")
+        ]
+    )
+    for ended in (copied, shared):
+        row = report.row("shared", ended)
+        if row is not None:
+            _check_versions(report, f"shared/{ended.run.name}", row)
+    _check_same_bytes(report, "shared: the same bytes at every step as with copies", copied, shared, steps, "")
+    moved = [
+        [(s.byte_check.bytes - s.byte_check.in_place, s.byte_check.in_place) for s in ended.log.steps]
+        for ended in (copied, shared)
+        if ended.log is not None
+    ]
+    sizes = [sorted(set(one)) for one in moved]
+    smoke = shared.run.settings.smoke
+    experts = smoke.layers * smoke.experts * 3 * smoke.hidden * smoke.intermediate
+    experts += experts // 128**2 * 4  # a scale for each block
+    passed = len(sizes) == 2 and all(len(one) == 1 for one in sizes) and sizes[0][0][1] == 0
+    passed = passed and sizes[1][0][1] == experts
+    detail = f"(copied, in place) bytes a step: {sizes}; experts {experts}"
+    report.check("shared: experts are not moved", passed, detail)
+    for ended in (copied, shared):
+        if ended.log is not None and ended.log.steps:
+            last = ended.log.steps[-1]
+            spent = {phase: round(ms, 2) for phase, ms in last.publish_ms.items()}
+            report.measured(f"{ended.run.name}, step {last.step}", {"memory": last.memory, "publish_ms": spent})
 
 
 def section_two_gpus(room: Room, report: Report) -> None:
@@ -447,6 +516,7 @@ SECTIONS = {
     "kl": section_kl,
     "frozen": section_frozen,
     "resume": section_resume,
+    "shared": section_shared,
     "two-gpus": section_two_gpus,
 }
 

@@ -15,7 +15,8 @@ TITLES = {
     "train": "Training",
     "kl": "KL of two steps that differ by one publish",
     "frozen": "Learning rate 0",
-    "resume": "Killed and resumed",
+    "resume": "Killed or told to end, and resumed",
+    "shared": "Experts in memory that trainer and engine both map",
     "two-gpus": "Two GPUs",
 }
 ABOUT = {
@@ -24,6 +25,7 @@ ABOUT = {
     "kl": "Learning rate 1e-6, the same prompts and random numbers in both steps.",
     "frozen": "Eight completions, scored by the engine after each publish; the results are compared bit by bit.",
     "resume": "Deterministic kernels; sha256 over all published tensors of each step.",
+    "shared": "FP8 twice, deterministic kernels: experts copied, and experts in place.",
     "two-gpus": "FP8; the first part of a name is the trainer's layout, the second the engine's.",
 }
 

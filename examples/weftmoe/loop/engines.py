@@ -11,9 +11,14 @@ __all__ = ["make_rollout"]
 
 
 def make_rollout(
-    settings: Settings, model: Path, hf_config: dict[str, Any], stops: tuple[int, ...], run_id: str
+    settings: Settings,
+    model: Path,
+    hf_config: dict[str, Any],
+    stops: tuple[int, ...],
+    run_id: str,
+    shared: str | None = None,
 ) -> Rollout:
-    """The engine of a run, not started yet."""
+    """The engine of a run, not started yet. `shared`: where it meets the trainer to map one memory for the experts."""
     work, form = settings.out / "engine", "fp8" if settings.variant == "fp8" else "bf16"
     if settings.rollout.engine == "sampler":
         from weftmoe.rollout.torch_sampler import SamplerSettings, TorchRollout
@@ -34,8 +39,9 @@ def make_rollout(
                 publish_s=settings.publish.deadline,
                 verify_sha256=settings.publish.verify_sha256,
                 staging_bytes=settings.publish.staging_mib << 20,
+                shared=shared,
             )
         )
     from weftmoe.rollout.sglang import SglangRollout
 
-    return SglangRollout(settings, model, hf_config, stops, run_id, work)
+    return SglangRollout(settings, model, hf_config, stops, run_id, work, shared)

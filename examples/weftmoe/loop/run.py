@@ -11,6 +11,7 @@ Order of a start, the same for a fresh run and after a crash:
 import math
 import os
 import platform
+import tempfile
 import time
 import uuid
 from contextlib import ExitStack
@@ -48,7 +49,7 @@ from weftmoe.telemetry import (
     training_flops,
     turn_lengths,
 )
-from weftpub.errors import StateError
+from weftpub.errors import ConfigError, StateError
 
 __all__ = ["RunResult", "run"]
 
@@ -105,6 +106,7 @@ class _Run:
         self._inputs = self._make_inputs(first)
         self._path = checkpoint.latest(settings.out) if settings.checkpoint.resume else None
         self._tokenizer = load_tokenizer(self._inputs.model)
+        self._shared = self._make_meeting(stack)
         self._rollout = self._start_engine(stack)
         self._trainer = self._build_trainer(stack)
         self._state = self._load()
@@ -167,19 +169,35 @@ class _Run:
             join_world(self._settings, self._device)
             self._ranks.broadcast(None)
 
+    def _make_meeting(self, stack: ExitStack) -> str | None:
+        """Where trainer and engine meet to share the experts' memory: a folder of this start alone, mode 0700, short
+        enough for the path of a socket. Memory that an earlier start left to a process of its own is never found.
+        """
+        if self._settings.publish.experts != "shared":
+            return None
+        folder = None
+        if self._ranks.first:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="weftmoe-"))
+        found: str = self._ranks.broadcast(folder)
+        return found
+
     def _start_engine(self, stack: ExitStack) -> Rollout:
         self._progress.stage("starting the engine")
         run_id = self._ranks.broadcast(f"weftmoe-{uuid.uuid4().hex[:12]}")
         self._run_id: str = run_id
         stops = stop_tokens(self._tokenizer, self._inputs.hf_config, self._inputs.model)
-        rollout = make_rollout(self._settings, self._inputs.model, self._inputs.hf_config, stops, run_id)
+        rollout = make_rollout(
+            self._settings, self._inputs.model, self._inputs.hf_config, stops, run_id, self._shared
+        )
         stack.callback(rollout.close)
         rollout.start()
         return rollout
 
     def _build_trainer(self, stack: ExitStack) -> MegatronGrpo:
         self._progress.stage("building the trainer")
-        trainer = MegatronGrpo(self._settings, self._inputs.model, self._device, read_weights=self._path is None)
+        trainer = MegatronGrpo(
+            self._settings, self._inputs.model, self._device, read_weights=self._path is None, shared=self._shared
+        )
         stack.callback(trainer.close)
         return trainer
 
@@ -200,7 +218,15 @@ class _Run:
         self._progress.stage("planning")
         self._rollout.connect(self._trainer.plan)
         self._progress.stage(f"publishing version {self._state.step}")
-        publish_version(self._trainer, self._rollout, self._state.step, self._timers)
+        published = publish_version(self._trainer, self._rollout, self._state.step, self._timers)
+        if self._shared is not None:
+            held = sum(self._ranks.gather(self._trainer.expert_bytes))
+            in_place = self._ranks.broadcast(published.check.in_place)
+            if in_place != held:
+                raise ConfigError(
+                    f"publish.experts='shared': {in_place} of the experts' {held} bytes lie in memory that trainer and "
+                    "engine both map, the others were copied; the warnings of both say why. Set publish.experts='copy'"
+                )
 
     def _make_collector(self, stack: ExitStack) -> Collector:
         settings, data = self._settings, self._inputs.prompts

@@ -78,9 +78,18 @@ class MegatronGrpo:
         directory: the checkpoint.
         device: this rank's.
         read_weights: False fills parameters with zeros, for a start that loads its own checkpoint afterwards.
+        shared: folder where this rank and the engine on its GPU meet to map one memory for the experts.
     """
 
-    def __init__(self, settings: Settings, directory: Path, device: torch.device, *, read_weights: bool = True) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        directory: Path,
+        device: torch.device,
+        *,
+        read_weights: bool = True,
+        shared: str | None = None,
+    ) -> None:
         self.hf_config: Mapping[str, Any] = read_config(directory)
         self.fields = Qwen3MoeFields.from_hf(self.hf_config)
         self.device = device
@@ -96,7 +105,7 @@ class MegatronGrpo:
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.zero_()
-        self._wrap(model)
+        self._wrap(model, shared)
         self._loss = LossSettings(settings.algorithm.clip_low, settings.algorithm.clip_high)
         self._correction = _correction_settings(settings)
 
@@ -112,6 +121,15 @@ class MegatronGrpo:
         """Share of the published expert bytes that the last step changed; None where nothing measures it."""
         last = self.attachment.last_step
         return None if last is None else last.changed_share
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of this rank's published experts in the store, scales included; 0 without one."""
+        if self.attachment.store is None:
+            return 0
+        layout = self.attachment.store.layout
+        each = sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout.buffer_shapes().values())
+        return each * len(layout.layers)
 
     @property
     def model(self) -> Any:
@@ -258,7 +276,7 @@ class MegatronGrpo:
 
     # Inside.
 
-    def _wrap(self, model: Any) -> None:
+    def _wrap(self, model: Any, shared: str | None) -> None:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -273,6 +291,7 @@ class MegatronGrpo:
                 activation_scales=settings.publish.activation_scales,
                 slots=settings.optimizer.slots,
                 slot_numel=settings.optimizer.slot_numel,
+                shared_folder=shared,
             ),
         )
         flat = uses_flat_buffers(settings)

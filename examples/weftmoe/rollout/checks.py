@@ -14,7 +14,8 @@ def byte_check(report: PublishReport) -> ByteCheck:
     return ByteCheck(
         method="sha256" if report.sha256 else "checksum",
         pieces=report.pieces,
-        bytes=report.nbytes,
+        bytes=report.nbytes + report.shared_nbytes,
+        in_place=report.shared_nbytes,
         matched=True,
         digest=report.digest,
         sha256=hashlib.sha256(lines.encode()).hexdigest() if report.sha256 else None,

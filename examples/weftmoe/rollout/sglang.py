@@ -27,6 +27,7 @@ from weftpub.errors import ConfigError, StateError
 from weftpub.publisher import Publisher, RankGroup, SoloGroup, TorchGroup
 from weftpub_adapters.sglang import quantization_config
 from weftpub_adapters.sglang.driver import ColocatedEngine, DriverDeadlines, free_bytes
+from weftpub_adapters.sglang.shared_experts import SETTING as SHARED_SETTING
 
 __all__ = ["SglangRollout", "engine_arguments", "engine_directory"]
 
@@ -45,6 +46,7 @@ class SglangRollout:
         stops: tokens that end a completion.
         run_id: of this start.
         work: for the commit record and the engine's view of the model.
+        shared: folder where trainer and engine meet to map one memory for the experts; None copies them.
     """
 
     def __init__(
@@ -55,16 +57,15 @@ class SglangRollout:
         stops: tuple[int, ...],
         run_id: str,
         work: Path,
+        shared: str | None = None,
     ) -> None:
         if settings.cluster.nodes > 1 or settings.rollout.engines > 1:
             raise ConfigError(
                 f"cluster.nodes={settings.cluster.nodes}, rollout.engines={settings.rollout.engines}: this loop starts "
                 "one engine on one machine; set both to 1"
             )
-        if settings.publish.experts == "shared":
-            raise ConfigError("publish.experts='shared' is not wired into this loop; set it to 'copy'")
         self._settings, self._model, self._hf_config = settings, model, hf_config
-        self._stops, self._run_id, self._work = stops, run_id, work
+        self._stops, self._run_id, self._work, self._shared = stops, run_id, work, shared
         self._ranks = Ranks()
         self._stack = ExitStack()
         self._handle: UpdatableEngine | None = None
@@ -95,7 +96,7 @@ class SglangRollout:
         self._work.mkdir(parents=True, exist_ok=True)
         if self._ranks.first:
             directory = self._model if self._native else engine_directory(self._work, self._model, self._settings)
-            arguments = engine_arguments(self._settings, directory)
+            arguments = engine_arguments(self._settings, directory, self._shared)
             with process_environment(role_environment(self._settings, "engine")):
                 self._handle = UpdatableEngine.start(name=_ENGINE, deadlines=self._deadlines(), **arguments)
             self._stack.callback(self._handle.shutdown)
@@ -282,8 +283,10 @@ def engine_directory(work: Path, model: Path, settings: Settings) -> Path:
     return view
 
 
-def engine_arguments(settings: Settings, directory: Path) -> dict[str, Any]:
-    """Arguments of `sglang.Engine`."""
+def engine_arguments(settings: Settings, directory: Path, shared: str | None = None) -> dict[str, Any]:
+    """Arguments of `sglang.Engine`. `shared`: the folder where its workers meet the trainer's ranks, on each GPU for a
+    memory of its own.
+    """
     rollout, native = settings.rollout, settings.publish.path == "native"
     arguments: dict[str, Any] = {
         "model_path": str(directory),
@@ -324,6 +327,9 @@ def engine_arguments(settings: Settings, directory: Path) -> dict[str, Any]:
         arguments["attention_backend"] = rollout.attention_backend
     if not rollout.cuda_graph:
         arguments["disable_cuda_graph"] = True
+    if shared is not None:
+        arguments["json_model_override_args"] = json.dumps({SHARED_SETTING: {"folder": shared}})
+        arguments["log_level"] = "warning"  # which says why a worker does not share
     return arguments
 
 

@@ -47,6 +47,7 @@ class SamplerSettings:
         ready_s, generate_s, publish_s: limits of waits.
         verify_sha256: compare digests too.
         staging_bytes: most extra memory of a publish.
+        shared: folder where trainer and sampler meet to map one memory for the experts; None copies them.
     """
 
     model: Path
@@ -63,6 +64,7 @@ class SamplerSettings:
     publish_s: float = 120.0
     verify_sha256: bool = False
     staging_bytes: int = 64 << 20
+    shared: str | None = None
 
 
 class TorchRollout:
@@ -93,7 +95,9 @@ class TorchRollout:
         )
 
     def start(self) -> None:
-        """Start the process; it builds its model while this process goes on."""
+        """Start the process; it builds its model while this process goes on, unless both share memory: then it has made
+        that, and put something there, before the trainer writes to it.
+        """
         settings = self._settings
         settings.work.mkdir(parents=True, exist_ok=True)
         if not self._ranks.first:
@@ -102,6 +106,7 @@ class TorchRollout:
             *(sys.executable, "-m", "weftmoe.rollout.worker", "--model", str(settings.model), "--name", _ENGINE),
             *("--format", settings.format, "--temperature", str(settings.temperature)),
             *("--top-p", str(settings.top_p), "--stop", *(str(token) for token in settings.stops)),
+            *(() if settings.shared is None else ("--shared", settings.shared)),
         ]
         self._peer = self._stack.enter_context(
             ReceiverProcess(
@@ -111,6 +116,8 @@ class TorchRollout:
                 environment=_environment(settings.environment),
             )
         )
+        if settings.shared is not None:
+            self._ask("hello", settings.ready_s)
 
     def connect(self, plan_for: PlanFor) -> None:
         """Wait for the model, and let it receive."""

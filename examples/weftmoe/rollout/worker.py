@@ -25,15 +25,33 @@ __all__ = ["SamplerRank", "main"]
 
 
 class SamplerRank:
-    """One rank that holds the whole model, samples from it, and can be published to."""
+    """One rank that holds the whole model, samples from it, and can be published to. With a folder to meet in, its
+    experts lie in memory that the trainer maps, too.
+    """
 
     def __init__(
-        self, model: Path, *, name: str, format: Literal["fp8", "bf16"], distribution: Distribution, stops: list[int]
+        self,
+        model: Path,
+        *,
+        name: str,
+        format: Literal["fp8", "bf16"],
+        distribution: Distribution,
+        stops: list[int],
+        shared: str | None = None,
     ) -> None:
         from weftpub_adapters.sglang import SGLangEngine, build_model
+        from weftpub_adapters.sglang.shared_experts import engine_side, share_experts
 
         config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-        self.engine = SGLangEngine(build_model(config, format=format, device="cpu"), name=name)
+        served = build_model(config, format=format, device="cpu")
+        self._in_place: dict[str, torch.Tensor] = {}
+        if shared is not None:
+            with served.active():
+                done = share_experts(served.model, shared)
+            parameters = dict(served.model.named_parameters())
+            self._in_place = {name: parameters[name].data for name in done.parameters}
+        self.engine = SGLangEngine(served, name=name)
+        self._side = engine_side(self.engine, served.model)
         self._decoder = Decoder(self.engine.served)
         self._distribution = distribution
         self._stops = frozenset(stops)
@@ -60,19 +78,21 @@ class SamplerRank:
         """Serve publishers of a run from a thread of its own."""
         from weftpub.receive import Receiver, ReceiverThread
 
-        receiver = Receiver(self.engine, run_id=request["run_id"])
+        receiver = Receiver(self._side, run_id=request["run_id"])
         return {"address": self._open.enter_context(ReceiverThread(receiver, request["address"])).address}
 
     def release(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Give up the memory of all weights."""
+        """Give up the memory of all weights but those that the trainer maps, too."""
         self._decoder.drop()
-        self.engine.pause()
+        self._side.pause()
         self.engine.offload()
+        self._bind()
         return {}
 
     def reload(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Take memory for all weights, filled with NaN bytes: whatever a publish forgets shows."""
         self.engine.reload()
+        self._bind()
         return {}
 
     def load(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,6 +133,12 @@ class SamplerRank:
         sequences = [(tokens, first) for tokens, first in request["sequences"]]
         return {"version": version, "logprobs": score(self._decoder, sequences, self._distribution)}
 
+    def _bind(self) -> None:
+        """Shared memory is none of the engine's own: it stays, whatever becomes of that."""
+        parameters = dict(self.engine.served.model.named_parameters())
+        for name, tensor in self._in_place.items():
+            parameters[name].data = tensor
+
     def _serve(self) -> int:
         if not self.engine.serving or self.engine.version is None:
             raise StateError(f"{self.engine.name} does not serve (version {self.engine.version}); publish first")
@@ -131,6 +157,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, required=True)
     parser.add_argument("--top-p", type=float, required=True)
     parser.add_argument("--stop", type=int, nargs="*", default=[], help="tokens that end a completion")
+    parser.add_argument("--shared", help="folder where experts are shared with the trainer")
     options = parser.parse_args()
     rank = SamplerRank(
         options.model,
@@ -138,6 +165,7 @@ def main() -> None:
         format=options.format,
         distribution=Distribution(options.temperature, options.top_p),
         stops=options.stop,
+        shared=options.shared,
     )
     control.serve(rank.handlers())
 

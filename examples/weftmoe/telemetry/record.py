@@ -73,6 +73,7 @@ class ByteCheck(_Plain):
         method: "checksum" (every published piece, 64 bit), "sha256" (as well, on both sides' hosts), or "none" for a
             baseline whose engine loads what it is given.
         pieces, bytes: that were compared.
+        in_place: bytes of them in memory that trainer and engine both map; the others were copied.
         matched: whether all agreed; a publish that disagrees raises, so a record with False is of a baseline.
         digest: of the manifest.
         sha256: one over all published tensors.
@@ -81,6 +82,7 @@ class ByteCheck(_Plain):
     method: Literal["checksum", "sha256", "none"]
     pieces: int = 0
     bytes: int = 0
+    in_place: int = 0
     matched: bool | None = None
     digest: str | None = None
     sha256: str | None = None
