@@ -50,6 +50,7 @@ class _Plan:
     spans: tuple[int, ...]  # bytes that w, wt, scale and scale_t reach over
 
 
+_UNKNOWN: Any = object()
 _plans: dict[tuple[Any, ...], _Plan | None] = {}
 _tested: set[tuple[int, Variant]] = set()
 _lock = threading.RLock()
@@ -70,9 +71,8 @@ def launch(
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     layout = tuple(None if t is None else (t.dtype, t.get_device(), t.shape, t.stride()) for t in tensors)
     key = (layout, addresses[0] % _WORD == 0, addresses[1] % _WORD == 0, turn)
-    try:
-        plan = _plans[key]
-    except KeyError:
+    plan = _plans.get(key, _UNKNOWN)
+    if plan is _UNKNOWN:
         plan = _plans[key] = _prepare(w, wt, scale, scale_t, turn)
     if plan is None:
         for i in range(w.shape[0]):
