@@ -14,7 +14,7 @@ from test_store_offload import BookkeepingAllocator
 
 from weftpub.errors import ChecksumError, ConfigError, DeadlineError, StateError, TornError
 from weftpub.masters import ExpertMatrix
-from weftpub.memory import Catalogue, SharedAllocation, SharedAllocator, SharedState
+from weftpub.memory import Catalogue, Committed, SharedAllocation, SharedAllocator, SharedState
 from weftpub.memory import header as header_module
 from weftpub.store import ExpertStore, StoreLayout, StoreState
 from weftpub.store.shared import shared_canonical, shared_catalogue, verify_shared
@@ -278,6 +278,22 @@ def test_a_death_in_the_middle_of_a_header_change_leaves_the_one_before(memory: 
     memory.stop_serving()
     assert memory.standing().serving == ()
     fill(store, 1)
+
+
+def test_what_was_read_before_is_read_again_after_every_change(memory: SharedAllocation) -> None:
+    other = header_module.Header(os.dup(memory._header.descriptor), "the same header")
+    parsed: list[int] = []
+    parse = other._parse
+    other._parse = lambda: parsed.append(1) or parse()  # type: ignore[method-assign]
+    for generation in range(4):
+        memory.begin(generation)
+        assert (other.read().state, other.read().writing) == (SharedState.WRITING, generation)
+        memory.seal()
+        assert (other.read().state, other.read().generation) == (SharedState.SEALED, generation)
+        other.commit(generation)
+        assert memory.standing().committed == Committed(version=generation, generation=generation)
+    assert len(parsed) == 8  # two changes of the other side each time, its own besides
+    other.close()
 
 
 def test_a_header_that_is_locked_for_good_is_an_error_in_time(memory: SharedAllocation) -> None:

@@ -135,6 +135,7 @@ class Header:
         if magic != _MAGIC or length > size - _CATALOGUE:
             raise TransportError(f"{name}: not a header of this release of weftpub; both sides must run the same one")
         self.catalogue = Catalogue.from_json(self._map[_CATALOGUE : _CATALOGUE + length], self.nbytes)
+        self._last: tuple[bytes, int, Standing] | None = None  # heads of both copies, and what they said
         # A description of its own: locks of one that was handed over would be everybody's.
         self._lock = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
 
@@ -306,6 +307,14 @@ class Header:
             fcntl.flock(self._lock, fcntl.LOCK_UN)
 
     def _newest(self) -> tuple[int, Standing]:
+        """Number of the last change, and the state after it. Asked for at every reply of an engine, so it is read again
+        only when a change has gone to either copy: that writes its head, last of all and with a new number."""
+        heads = _heads(self._map)
+        if self._last is None or self._last[0] != heads:
+            self._last = heads, *self._parse()
+        return self._last[1:]
+
+    def _parse(self) -> tuple[int, Standing]:
         for _ in range(100):  # a reader without the lock may meet a copy that is being written
             found = [copy for copy in (_read_copy(self._map, 0), _read_copy(self._map, 1)) if copy is not None]
             if found:
@@ -327,6 +336,12 @@ def _write_copy(target: mmap.mmap, number: int, standing: Standing) -> None:
     start = _COPIES + number % 2 * _COPY_BYTES
     target[start + _COPY.size : start + _COPY.size + len(text)] = text
     _COPY.pack_into(target, start, number, len(text), _crc(number, text))
+
+
+def _heads(source: mmap.mmap) -> bytes:
+    """The heads of both copies: number, length and checksum."""
+    starts = _COPIES, _COPIES + _COPY_BYTES
+    return b"".join(source[start : start + _COPY.size] for start in starts)
 
 
 def _read_copy(source: mmap.mmap, which: int) -> tuple[int, bytes] | None:
