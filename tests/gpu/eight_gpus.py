@@ -15,8 +15,8 @@ Writes OUT/eight_gpus.json after every section, one row for each rank's checks, 
     smoke     the tiny FP8 run of examples/weftmoe on these GPUs, by its run.sh
     plan      (if asked for) the plans of `publish` at full size, proven without a GPU: `--only plan --gpus 8`
 
-`--gpus 2` scales it down to TP2 x DP1, EP2 with as many experts a GPU. `--tiny` tries the script without a GPU: two
-processes over gloo, Megatron's local layers, tests/adapters/cpu_engine.py, the torch sampler.
+`--gpus 2` scales it down to TP2 x DP1, EP2 with as many experts a GPU, `--gpus 1` to one rank. `--tiny` tries the
+script without a GPU: two processes over gloo, Megatron's local layers, tests/adapters/cpu_engine.py, the torch sampler.
 """
 
 import argparse
