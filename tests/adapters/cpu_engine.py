@@ -2,6 +2,13 @@
 
 SGLang's own CPU backend repacks weights for its kernels, so it stays off; then two CUDA-only corners are in the way of
 a CPU device, and an engine's processes replace them through a plugin of their own (`register`).
+
+A test steers an engine's workers by files in the folder that `SWITCHES` names: none of its steps has to be quick.
+
+    refuse, busy, lag    rank 1 finds itself unfit; finds requests in its cache; moves memory later than rank 0
+    slow                 a forward pass takes `SLOW_S`: requests stay under way while the test does something
+    compiling            grammars compile until it is gone
+    progress             written by rank 0: how many requests its last decoding pass had
 """
 
 import os
@@ -16,13 +23,13 @@ import torch
 
 from weftpub.errors import ConfigError
 
-__all__ = ["COMPILES_S", "ENGINE", "LAG", "LAG_S", "REFUSE", "STEP_S", "environment", "install_plugins", "register"]
+__all__ = ["ENGINE", "LAG_S", "SWITCHES", "environment", "install_plugins", "register"]
 
 STEP_S = 0.02  # of one forward pass
-COMPILES_S = 0.6  # how long a grammar compiles
-REFUSE = "WEFTPUB_TEST_REFUSE"
-LAG = "WEFTPUB_TEST_LAG"
+SLOW_S = 0.2
 LAG_S = 0.5
+SWITCHES = "WEFTPUB_TEST_SWITCHES"
+_COMPILES_S = 60.0  # at most
 
 # Settings with which an engine of a tiny model starts in half a minute.
 ENGINE: dict[str, Any] = {
@@ -78,48 +85,49 @@ def register() -> None:
     import sglang.srt.distributed.device_communicators.pynccl as pynccl
     from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
 
-    _refuse_on_demand()
-    _lag_on_demand()
+    _rank_one_on_demand()
     _compile_slowly()
     pynccl.PyNcclCommunicator = lambda *_, **__: SimpleNamespace(disabled=True, available=False, world_size=1)
     Qwen3MoeForCausalLM.forward = _count
 
 
-def _refuse_on_demand() -> None:
-    """Rank 1 finds itself unfit while the file exists that `REFUSE` names."""
-    path = os.environ.get(REFUSE)
-    if path is None:
-        return
+def _switched(name: str, rank: int | None = None) -> bool:
+    """Whether a switch is on in this worker."""
+    from sglang.srt.runtime_context import get_parallel
+
+    folder = os.environ.get(SWITCHES)
+    if folder is None or not Path(folder, name).exists():
+        return False
+    return rank is None or get_parallel().tp_rank == rank
+
+
+def _rank_one_on_demand() -> None:
+    """Rank 1 finds itself unfit, or at work, or moves memory later than rank 0."""
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Updater
+
     import weftpub_adapters.sglang.plugin.worker as worker
 
-    original = worker.refuse_unfit
+    fit, idle = worker.refuse_unfit, Scheduler.is_fully_idle
 
     def refuse_unfit(scheduler: Any) -> None:
-        from sglang.srt.runtime_context import get_parallel
-
-        if get_parallel().tp_rank == 1 and Path(path).exists():
+        if _switched("refuse", 1):
             raise ConfigError("rank 1 cannot be published to")
-        original(scheduler)
+        fit(scheduler)
 
-    worker.refuse_unfit = refuse_unfit
-
-
-def _lag_on_demand() -> None:
-    """Rank 1 moves memory `LAG_S` seconds later than rank 0 while the file exists that `LAG` names."""
-    path = os.environ.get(LAG)
-    if path is None:
-        return
-    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Updater
-    from sglang.srt.runtime_context import get_parallel
+    def is_fully_idle(scheduler: Any, *arguments: Any, **named: Any) -> bool:
+        return not _switched("busy", 1) and bool(idle(scheduler, *arguments, **named))
 
     def late(original: Any) -> Any:
         def moved(updater: Any, request: Any) -> Any:
-            if get_parallel().tp_rank == 1 and Path(path).exists():
+            if _switched("lag", 1):
                 time.sleep(LAG_S)
             return original(updater, request)
 
         return moved
 
+    worker.refuse_unfit = refuse_unfit
+    Scheduler.is_fully_idle = is_fully_idle
     Updater.release_memory_occupation = late(Updater.release_memory_occupation)
     Updater.resume_memory_occupation = late(Updater.resume_memory_occupation)
 
@@ -146,7 +154,9 @@ def _compile_slowly() -> None:
 
     class Slow(BaseGrammarBackend):
         def dispatch_json(self, key_string: str) -> BaseGrammarObject:
-            time.sleep(COMPILES_S)
+            until = time.monotonic() + _COMPILES_S
+            while _switched("compiling") and time.monotonic() < until:
+                time.sleep(0.01)
             return Anything()
 
     original = GrammarManager.__init__
@@ -164,10 +174,12 @@ def _count(model: Any, input_ids: torch.Tensor, positions: torch.Tensor, forward
     of the final norm's weight, which a test sets to the version. So tokens show which weights made them."""
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
-    time.sleep(STEP_S)
+    time.sleep(SLOW_S if _switched("slow") else STEP_S)
     last = input_ids
     if forward_batch.forward_mode.is_extend():
         last = input_ids[forward_batch.extend_seq_lens.cumsum(0) - 1]
+    elif _switched("", 0):
+        Path(os.environ[SWITCHES], "progress").write_text(str(len(last)), encoding="ascii")
     vocabulary = model.config.vocab_size
     chosen = (last + int(model.model.norm.weight[0])) % vocabulary
     logits = torch.zeros(len(chosen), vocabulary)

@@ -61,6 +61,7 @@ class FakeEngine:
         self.silent = ""  # the call that does not answer
         self.deaf = 0  # looks at its workers in which they still rest after continue_
         self.refusal = ""  # why they do not go on
+        self.cached = True  # keys and values that its weights made
 
     def start_receivers(self, run_id: str, directory: Any, *, first_rank: int = 0, version: int | None = None) -> Any:
         return [Peer(first_rank, f"ipc:///{self.name}", self.name)]
@@ -80,7 +81,7 @@ class FakeEngine:
         if self.away:
             raise FatalAssertion("a forward pass without memory")
         self.calls.append("continue")
-        self.paused = False
+        self.paused, self.cached = False, True
 
     def resting(self) -> Mapping[int, str]:
         self.deaf -= 1
@@ -88,7 +89,9 @@ class FakeEngine:
 
     def flush(self) -> bool:
         self.busy -= 1
-        return self.paused and self.busy < 0
+        flushed = self.paused and self.busy < 0
+        self.cached = self.cached and not flushed
+        return flushed
 
     def release(self, tags: Sequence[str]) -> None:
         self._answer("release", tags)
@@ -161,6 +164,7 @@ class FakePublisher:
     def publish(self, version: int, sources: Any, checksums: Any, *, resume: bool, **_: Any) -> PublishReport:
         assert not resume
         assert all(engine.paused and "weights" not in engine.away for engine in self.engines)
+        assert not any(engine.cached for engine in self.engines), "keys and values of the old version stay"
         if self.fails is not None:
             self.states = dict.fromkeys(self.states, EngineState.TORN)
             raise self.fails
@@ -460,6 +464,26 @@ def test_a_worker_that_would_not_go_on_is_named_and_nothing_is_told_to_go_on(
     publisher.refusals = {}
     step.continue_()
     assert step.standing["sglang"].phase is EnginePhase.SERVING
+
+
+def test_what_an_engine_computed_since_it_was_drained_is_not_kept(
+    engine: FakeEngine, publisher: FakePublisher, step: ColocatedEngine
+) -> None:
+    """An engine that went on, though not with all workers, was paused again and published to at once: the new version
+    served keys and values of the old one. So did one that had rejoined with the version that it served."""
+    step.drain()
+    step.publish(1, {})
+    engine.deaf = 10**6
+    with pytest.raises(DeadlineError, match="still at rest"):
+        step.continue_()
+    assert engine.cached
+    engine.deaf = 0
+    step.publish(2, {})
+    step.continue_()
+    publisher.engines[0] = restarted = FakeEngine(engine.gpu)
+    step.rejoin(restarted)
+    step.publish(3, {})
+    assert not restarted.cached
 
 
 def test_going_on_is_seen_not_assumed(engine: FakeEngine, publisher: FakePublisher, step: ColocatedEngine) -> None:

@@ -10,24 +10,25 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import fp8_tensors
-from cpu_engine import COMPILES_S, ENGINE, LAG, LAG_S, REFUSE, environment, install_plugins
+from cpu_engine import ENGINE, LAG_S, SWITCHES, environment, install_plugins
 from layouts import LAYOUTS
 
 from weftpub.channel import Deadlines
 from weftpub.errors import ChannelError, ChecksumError, StateError, TornError
 from weftpub.plan import Plan
 from weftpub.publisher import Publisher
-from weftpub.version import EngineState
-from weftpub_adapters.sglang.driver import ColocatedEngine, Completion, DriverDeadlines, LocalEngine, base
+from weftpub.version import EngineState as S
+from weftpub_adapters.sglang.driver import ColocatedEngine, Completion, DriverDeadlines, EnginePhase, LocalEngine, base
 from weftpub_adapters.sglang.driver.model_directory import write_engine_directory
 from weftpub_adapters.sglang.plugin import ReceiverSettings
 
@@ -37,6 +38,7 @@ pytestmark = [pytest.mark.isolated("sglang-engine"), pytest.mark.slow]
 LAYOUT = "tp2-ep2"
 CONFIG = LAYOUTS[LAYOUT].config
 RUN = "plugin-test"
+OTHER = "next"
 DEADLINES = DriverDeadlines(start=60, drain=60, flush=20, memory=20, release=60, resume=60, control=60, shutdown=30)
 
 
@@ -55,12 +57,55 @@ class World:
     step: ColocatedEngine
     folder: Path
     pool: ThreadPoolExecutor
-    pids: list[int] = field(default_factory=list)
 
     def ask(self, count: int, tokens: int, **sampling: Any) -> list[Future[list[Completion]]]:
         """Requests whose prompts end in 1, 2, ..., each from a thread of its own."""
         sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True, **sampling}
         return [self.pool.submit(self.engine.generate, [[9, first + 1]], sampling) for first in range(count)]
+
+    @contextmanager
+    def switched(self, name: str) -> Iterator[None]:
+        """Have the engine's workers do what a switch says, see `cpu_engine`."""
+        switch = switches(self.folder) / name
+        switch.touch()
+        try:
+            yield
+        finally:
+            switch.unlink()
+
+    def ask_slowly(self, count: int, tokens: int) -> list[Future[list[Completion]]]:
+        """Requests that have made tokens, and will not have made all of them for a while: inside of `switched("slow")`."""
+        progress = switches(self.folder) / "progress"
+        progress.unlink(missing_ok=True)
+        asked = self.ask(count, tokens)
+        wait_for(lambda: progress.exists() and progress.read_text() == str(count), "requests to be decoded together")
+        return asked
+
+    @property
+    def next(self) -> int:
+        """A version above all that the engine ever held, which it may have lost."""
+        told = self.engine.weight_version()
+        known = [int(told) if told.isdecimal() else 0]
+        for report in self.publisher.status().values():
+            known += [version for version in (report.version, report.incoming, report.lost) if version is not None]
+        return max(known) + 1
+
+    def settle(self) -> None:
+        """Have the engine serve a version that is known, whatever the test before this one left."""
+        for switch in switches(self.folder).iterdir():
+            switch.unlink()
+        try:
+            self.engine.start_receivers(RUN, self.folder / "s")  # finds those that are there
+        except ChannelError:
+            self.engine.stop_receivers(OTHER)
+            self.engine.start_receivers(RUN, self.folder / "s")
+        self.publisher.take_over()
+        told = self.engine.weight_version()
+        standing = {(r.state, str(r.version), r.resting, r.may_serve) for r in self.publisher.status().values()}
+        phase = self.step.standing[self.engine.name].phase
+        if self.engine.in_flight or phase is not EnginePhase.SERVING or standing != {(S.SERVING, told, False, True)}:
+            self.step = ColocatedEngine(self.engine, self.publisher, deadlines=DEADLINES)
+            self.publish(self.next, "abort")
 
     def publish(self, version: int, mode: Any = "retract", **arguments: Any) -> None:
         """A whole step."""
@@ -69,6 +114,17 @@ class World:
         self.step.publish(version, sources(version), **arguments)
         self.step.resume()
         self.step.continue_()
+
+
+def switches(folder: Path) -> Path:
+    return folder / "switches"
+
+
+def wait_for(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, f"waited {seconds:g} s for {what}"
+        time.sleep(0.01)
 
 
 def sources(version: int) -> dict[str, torch.Tensor]:
@@ -94,7 +150,7 @@ def check_tokens(answer: Completion, first: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def started_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     folder = tmp_path_factory.mktemp("engine")
     install_plugins(folder / "site")
     (folder / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
@@ -111,17 +167,30 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             step = ColocatedEngine(engine, publisher, deadlines=DEADLINES)
             with ThreadPoolExecutor(16) as pool:
                 made = World(engine, publisher, step, folder, pool)
-                yield made
-                engine = made.engine
+                try:
+                    yield made
+                finally:
+                    engine = made.engine
+                    for switch in switches(folder).iterdir():
+                        switch.unlink()
+                    engine.shutdown()  # ends what a test left waiting
     finally:
         patch.undo()
         engine.shutdown()
 
 
+@pytest.fixture
+def world(started_world: World) -> World:
+    """The engine, serving: a test that failed leaves nothing to the next one."""
+    started_world.settle()
+    return started_world
+
+
 def started(folder: Path, model: Path) -> LocalEngine:
     """An engine with two workers."""
     before = dict(os.environ)
-    os.environ.update({**environment(2), REFUSE: str(folder / "refuse"), LAG: str(folder / "lag")})
+    switches(folder).mkdir(exist_ok=True)
+    os.environ.update({**environment(2), SWITCHES: str(switches(folder))})
     try:
         return LocalEngine.start(model_path=str(model), tp_size=2, ep_size=2, deadlines=DEADLINES, **ENGINE)
     finally:
@@ -132,10 +201,10 @@ def started(folder: Path, model: Path) -> LocalEngine:
 def started_on_one_rank_only(engine: LocalEngine, folder: Path) -> None:
     """One rank is unfit: all say so before any comes to rest. A rank that had stopped alone would leave the other in
     the middle of a forward pass, waiting for it."""
-    (folder / "refuse").touch()
+    (switches(folder) / "refuse").touch()
     with pytest.raises(ChannelError, match="did not start: tensor parallel rank 1: ConfigError: rank 1 cannot be"):
         engine.start_receivers(RUN, folder / "s")
-    (folder / "refuse").unlink()
+    (switches(folder) / "refuse").unlink()
     assert len(engine.generate([[9, 1]], {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True})[0].tokens) == 2
 
 
@@ -156,15 +225,15 @@ def planned(publisher: Publisher) -> Plan:
     return Plan.from_json(json.loads(made.stdout)[LAYOUT])
 
 
-def test_every_worker_listens_and_serves_nothing_before_the_first_version(world: World) -> None:
+def test_every_worker_listens_and_serves_nothing_before_the_first_version(started_world: World) -> None:
     """The engine was started with random weights; AWEX is in none of its workers."""
+    world = started_world
     described = world.publisher.describe()
     plugins: list[Any] = [one.settings["plugin"] for one in described]
-    world.pids += [plugin["pid"] for plugin in plugins]
     assert [one.rank for one in described] == [0, 1]
     assert all(plugin["faults"] == [] and plugin["planner_loaded"] is False for plugin in plugins)
-    assert len({*world.pids, os.getpid()}) == 3
-    assert {report.state for report in world.publisher.status().values()} == {EngineState.TORN}
+    assert len({os.getpid(), *(plugin["pid"] for plugin in plugins)}) == 3
+    assert {report.state for report in world.publisher.status().values()} == {S.TORN}
     with pytest.raises(StateError, match="call drain first"):
         world.step.continue_()
     waiting = world.ask(1, 4)
@@ -187,12 +256,12 @@ def test_every_worker_listens_and_serves_nothing_before_the_first_version(world:
 def test_requests_in_flight_are_treated_as_the_mode_promises(world: World, mode: str) -> None:
     """A peer's version update aborted every request in flight."""
     old = int(world.engine.weight_version())
-    asked = world.ask(4, 40)
-    until = time.monotonic() + 30
-    while world.engine.in_flight < 4 and time.monotonic() < until:
-        time.sleep(0.01)
-    time.sleep(0.3)  # some tokens
-    world.publish(old + 1, mode)
+    with world.switched("slow"):
+        asked = world.ask_slowly(4, 40)
+        if mode != "drain":
+            world.publish(old + 1, mode)
+    if mode == "drain":
+        world.publish(old + 1, mode)
     found = answers(asked)
     assert len(found) == 4
     for first, answer in enumerate(found):
@@ -221,22 +290,28 @@ def test_a_restart_takes_back_what_is_still_on_its_way(world: World, monkeypatch
     old = int(world.engine.weight_version())
     manager: Any = world.engine._manager
     send = manager._send_one_request
+    held: list[Any] = []
+    arrives = threading.Event()
 
-    async def slowly(tokenized: Any) -> None:
-        await asyncio.sleep(0.8)
+    async def later(tokenized: Any) -> None:
+        held.append(tokenized)
+        while not arrives.is_set():
+            await asyncio.sleep(0.01)
         await send(tokenized)
 
-    monkeypatch.setattr(manager, "_send_one_request", slowly)
-    asked = world.ask(2, 100)
-    until = time.monotonic() + 30
-    while world.engine.in_flight < 2 and time.monotonic() < until:
-        time.sleep(0.01)
-    world.step.drain("restart")
-    monkeypatch.setattr(manager, "_send_one_request", send)
-    for version in (old + 1, old + 2):
-        world.publish(version, "restart")
+    progress = switches(world.folder) / "progress"
+    with world.switched("slow"):
+        monkeypatch.setattr(manager, "_send_one_request", later)
+        asked = world.ask(2, 60)
+        wait_for(lambda: len(held) == 2, "requests on their way")
+        world.step.drain("restart")
+        monkeypatch.setattr(manager, "_send_one_request", send)
+        arrives.set()
+        world.publish(old + 1, "restart")
         assert not any(future.done() for future in asked)
-        time.sleep(0.8)  # on its way no longer, and some tokens
+        wait_for(lambda: progress.exists() and progress.read_text() == "2", "tokens of the next version")
+        world.publish(old + 2, "restart")
+        assert not any(future.done() for future in asked)
     for first, answer in enumerate(answers(asked)):
         check_tokens(answer, first + 1)
         assert [span.version for span in answer.versions] == [str(old + 2)]
@@ -247,11 +322,15 @@ def test_requests_that_wait_for_their_grammar_wait_through_a_publish(world: Worl
     """A paused scheduler never looks into its grammar queue, and counts what is there as work: draining it ended at the
     deadline. And aborting what is there makes SGLang say that the request was wrong: it was lost."""
     old = int(world.engine.weight_version())
-    asked = world.ask(2, 4, json_schema=json.dumps({"title": mode}))
-    until = time.monotonic() + 30
-    while world.engine.in_flight < 2 and time.monotonic() < until:
-        time.sleep(0.01)
-    time.sleep(COMPILES_S / 3)
+    with world.switched("compiling"):
+        asked = world.ask(2, 4, json_schema=json.dumps({"title": mode}))
+        wait_for(lambda: world.engine.in_flight == 2, "requests under way")
+        drained = world.pool.submit(world.step.drain, mode)
+        if mode in ("retract", "restart"):
+            wait_for(lambda: len(world.engine.resting()) == 2, "the engine to be paused")
+        if mode == "abort":
+            drained.result(60)
+    drained.result(60)
     world.publish(old + 1, mode)
     for first, answer in enumerate(answers(asked)):
         if mode == "abort":
@@ -266,16 +345,24 @@ def test_memory_has_moved_on_every_worker_when_a_call_returns(world: World) -> N
     """SGLang answers when one worker is done. A driver that went on then measured the memory of the others before they
     had released it, and found their cache still away when it was to serve."""
     world.step.drain()
-    (world.folder / "lag").touch()
-    try:
+    with world.switched("lag"):
         for call, away in ((world.engine.release, True), (world.engine.resume, False)):
             began = time.monotonic()
             call(["kv_cache"])
             reasons = [report.why_not for report in world.publisher.status().values()]
             assert [("kv_cache" in reason) for reason in reasons] == [away, away]
             assert time.monotonic() - began >= LAG_S, "rank 1 was not late"
-    finally:
-        (world.folder / "lag").unlink()
+    world.step.continue_()
+    assert len(answers(world.ask(1, 2))[0].tokens) == 2
+
+
+def test_a_cache_is_flushed_on_every_worker_or_the_driver_hears_of_it(world: World) -> None:
+    """SGLang passes the first worker's answer on. Another one had a request left, kept its cache, and would have served
+    keys and values of the old version after the publish."""
+    world.step.drain()
+    with world.switched("busy"):
+        assert not world.engine.flush()
+    assert world.engine.flush()
     world.step.continue_()
     assert len(answers(world.ask(1, 2))[0].tokens) == 2
 
@@ -300,16 +387,16 @@ def test_a_worker_that_refuses_to_go_on_is_named_to_the_driver(world: World) -> 
 def test_changed_bytes_fence_the_engine_until_a_complete_publish(world: World) -> None:
     """A byte differs from what the trainer's checksum says: nothing of the version is served, nothing is lost."""
     old = int(world.engine.weight_version())
-    asked = world.ask(2, 60)
-    time.sleep(0.3)
-    world.step.drain("retract")
+    with world.switched("slow"):
+        asked = world.ask_slowly(2, 60)
+        world.step.drain("retract")
     world.step.release()
     with pytest.raises(ChecksumError, match=r"model\.norm\.weight"):
         world.step.publish(old + 1, sources(old + 1), {"model.norm.weight": 1})
     world.step.resume()
     assert world.engine.weight_version() == str(old)
     reports = world.publisher.status().values()
-    assert {(report.state, report.lost, report.intact) for report in reports} == {(EngineState.TORN, old, False)}
+    assert {(report.state, report.lost, report.intact) for report in reports} == {(S.TORN, old, False)}
     assert all("could not be verified" in report.reason for report in reports)
     with pytest.raises(TornError, match=f"version {old} is lost"):
         world.step.continue_()
@@ -325,13 +412,13 @@ def test_changed_bytes_fence_the_engine_until_a_complete_publish(world: World) -
 def test_a_publish_to_an_engine_that_was_not_drained_is_refused_and_harmless(world: World) -> None:
     """Ranks of one engine must stop at the same step; a receiver cannot stop its own."""
     old = world.engine.weight_version()
-    asked = world.ask(1, 100)
-    time.sleep(0.2)
-    with pytest.raises(StateError, match="was not paused"):
-        world.publisher.publish(int(old) + 1, sources(int(old) + 1))
+    with world.switched("slow"):
+        asked = world.ask_slowly(1, 30)
+        with pytest.raises(StateError, match="was not paused"):
+            world.publisher.publish(int(old) + 1, sources(int(old) + 1))
     (answer,) = answers(asked)
     check_tokens(answer, 1)
-    assert {report.state for report in world.publisher.status().values()} == {EngineState.SERVING}
+    assert {report.state for report in world.publisher.status().values()} == {S.SERVING}
 
 
 def test_weights_that_were_released_and_not_published_are_not_served(world: World) -> None:
@@ -369,9 +456,9 @@ def test_a_driver_that_ends_between_release_and_publish_is_followed_by_another(w
     workers would not describe themselves, nobody brought the weights back, and releasing them again ended the engine.
     """
     old = int(world.engine.weight_version())
-    asked = world.ask(1, 40)
-    time.sleep(0.2)
-    world.step.drain()
+    with world.switched("slow"):
+        asked = world.ask_slowly(1, 40)
+        world.step.drain()
     world.step.release()
     peers = world.engine.start_receivers(RUN, world.folder / "s")
     waits = Deadlines.all(60.0)
@@ -401,11 +488,11 @@ def test_stopped_receivers_leave_the_engine_serving(world: World) -> None:
     old = int(world.engine.weight_version())
     world.engine.stop_receivers(RUN)
     assert len(answers(world.ask(1, 3))[0].tokens) == 3
-    peers = world.engine.start_receivers("next", world.folder / "n", version=old)
+    peers = world.engine.start_receivers(OTHER, world.folder / "n", version=old)
     with Publisher(
-        "next", world.publisher.plan, peers, commit_path=world.folder / "next.json", deadlines=Deadlines.all(60.0)
+        OTHER, world.publisher.plan, peers, commit_path=world.folder / "next.json", deadlines=Deadlines.all(60.0)
     ) as publisher:
-        assert {(r.state, r.version) for r in publisher.status().values()} == {(EngineState.SERVING, old)}
+        assert {(r.state, r.version) for r in publisher.status().values()} == {(S.SERVING, old)}
         step = ColocatedEngine(world.engine, publisher, deadlines=DEADLINES)
         step.drain("drain")
         step.publish(old + 1, sources(old + 1))
@@ -416,40 +503,34 @@ def test_stopped_receivers_leave_the_engine_serving(world: World) -> None:
 def test_a_worker_that_dies_is_named_and_the_restarted_engine_rejoins(world: World) -> None:
     """SGLang ends the whole process tree of an engine's parent when a worker dies: here that is the trainer. The engine
     that takes its place reports that it has no version, and computes nothing until it has all of one."""
-    old = int(world.engine.weight_version())
-    peers = world.engine.start_receivers("next", world.folder / "n")  # they run
-    with Publisher(
-        "next", world.publisher.plan, peers, commit_path=world.folder / "next.json", deadlines=Deadlines.all(60.0)
-    ) as publisher:
-        step = ColocatedEngine(world.engine, publisher, deadlines=DEADLINES)
+    publisher, step, version = world.publisher, world.step, world.next
+    plugins: list[Any] = [one.settings["plugin"] for one in publisher.describe()]
+    victim = plugins[1]["pid"]
+    threading.Timer(0.5, os.kill, (victim, 9)).start()
+    with pytest.raises(ChannelError, match=f"worker processes .*{victim}.* have ended"):
+        ask_until(world.engine, time.monotonic() + 60)
+    with pytest.raises(ChannelError, match="have ended"):
         step.drain()
-        step.publish(old + 1, sources(old + 1))
+    world.engine.shutdown()
+    world.engine = started(world.folder, world.folder / "model")
+    world.engine.start_receivers(RUN, world.folder / "s")
+    standing = publisher.status()
+    assert {(r.state, r.version, r.may_serve) for r in standing.values()} == {(S.TORN, None, False)}
+    step.rejoin(world.engine)
+    waiting = world.ask(2, 3)
+    with pytest.raises(TornError, match="no version was published to this engine since it started"):
         step.continue_()
-        threading.Timer(0.5, os.kill, (world.pids[1], 9)).start()
-        with pytest.raises(ChannelError, match=f"worker processes .*{world.pids[1]}.* have ended"):
-            ask_until(world.engine, time.monotonic() + 60)
-        with pytest.raises(ChannelError, match="have ended"):
-            step.drain()
-        world.engine.shutdown()
-        world.engine = started(world.folder, world.folder / "model")
-        world.engine.start_receivers("next", world.folder / "n")
-        standing = publisher.status()
-        assert {(r.state, r.version, r.may_serve) for r in standing.values()} == {(EngineState.TORN, None, False)}
-        step.rejoin(world.engine)
-        waiting = world.ask(2, 3)
-        with pytest.raises(TornError, match="no version was published to this engine since it started"):
-            step.continue_()
-        world.engine.continue_()  # SGLang's own verb
-        time.sleep(0.5)
-        assert not any(future.done() for future in waiting)
-        step.release()
-        step.publish(old + 2, sources(old + 2), verify_sha256=True)
-        step.resume()
-        step.continue_()
-        for first, answer in enumerate(answers(waiting)):
-            check_tokens(answer, first + 1)
-            assert [span.version for span in answer.versions] == [str(old + 2)]
-        assert {(r.state, r.version) for r in publisher.status().values()} == {(EngineState.SERVING, old + 2)}
+    world.engine.continue_()  # SGLang's own verb
+    time.sleep(0.5)
+    assert not any(future.done() for future in waiting)
+    step.release()
+    step.publish(version, sources(version), verify_sha256=True)
+    step.resume()
+    step.continue_()
+    for first, answer in enumerate(answers(waiting)):
+        check_tokens(answer, first + 1)
+        assert [span.version for span in answer.versions] == [str(version)]
+    assert {(r.state, r.version) for r in publisher.status().values()} == {(S.SERVING, version)}
 
 
 def ask_until(engine: LocalEngine, until: float) -> None:

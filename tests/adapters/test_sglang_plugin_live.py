@@ -17,7 +17,7 @@ from weftpub.errors import ConfigError, DeadlineError, StateError, TornError
 from weftpub.receive import EngineSide, Readiness
 from weftpub_adapters.sglang import build_model
 from weftpub_adapters.sglang.driver import DriverDeadlines, LocalEngine
-from weftpub_adapters.sglang.plugin import hooks
+from weftpub_adapters.sglang.plugin import hooks, worker
 from weftpub_adapters.sglang.plugin.checks import faults_of, refuse_unfit
 from weftpub_adapters.sglang.plugin.live import LiveEngine
 from weftpub_adapters.sglang.plugin.settings import ReceiverSettings
@@ -267,6 +267,7 @@ def test_a_long_error_with_signs_to_escape_fits_into_a_report() -> None:
         ({"server_args": SimpleNamespace(cpu_offload_gb=4)}, "cpu_offload_gb"),
         ({"server_args": SimpleNamespace(enable_lora=True)}, "enable_lora"),
         ({"server_args": SimpleNamespace(weight_cache_mode="daemon")}, "weight_cache_mode"),
+        ({"server_args": SimpleNamespace(tokenizer_worker_num=2)}, "tokenizer_worker_num"),
     ],
 )
 def test_engines_whose_weights_are_not_only_the_published_ones_are_refused(
@@ -277,6 +278,73 @@ def test_engines_whose_weights_are_not_only_the_published_ones_are_refused(
         setattr(scheduler, name, value)
     with pytest.raises(ConfigError, match=f"SGLang's {named} cannot be published to"):
         refuse_unfit(scheduler)
+
+
+@pytest.mark.parametrize("setting", ["enable_dp_attention_local_control_broadcast", "elastic_ep_backend"])
+def test_workers_that_act_at_different_steps_are_refused_before_they_wait_for_each_other(
+    scheduler: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, setting: str
+) -> None:
+    """Groups of workers that were told to start receivers in different turns met in different exchanges: one waited for
+    a report, the other for the sizes of the next batch."""
+    parallel = SimpleNamespace(enable_dp_attention_local_control_broadcast=setting.startswith("enable"))
+    backend = "mooncake" if setting.startswith("elastic") else None
+    execution = SimpleNamespace(moe=SimpleNamespace(elastic_ep_backend=backend))
+    monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: parallel)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_exec", lambda: execution)
+    monkeypatch.setattr(worker, "_gather", lambda *_: pytest.fail("waited for the others"))
+    success, message = worker.start_together(scheduler, str(tmp_path))
+    assert not success
+    assert message.startswith(f"SGLang's {setting} cannot be published to")
+
+
+def test_workers_that_read_different_settings_do_not_start(
+    scheduler: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Another driver replaced the file while workers read it: one would have come to rest, and the other would have
+    waited for it in the middle of a forward pass."""
+    ReceiverSettings(run_id="run", engine="sglang").write(tmp_path / "s")
+    gather = worker._gather
+    monkeypatch.setattr(worker, "_gather", lambda s, own: [*gather(s, own), {**own, "asked": "something else"}])
+    monkeypatch.setattr(worker, "_come_to_rest", lambda scheduler: pytest.fail("came to rest"))
+    scheduler._engine_paused = False
+    success, message = worker.start_together(scheduler, str(tmp_path / "s"))
+    assert not success
+    assert "were replaced while workers read them" in message
+
+
+def test_a_cache_is_flushed_by_all_workers_or_by_none(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of data-parallel attention flush for themselves, and SGLang passes one answer on: a group with a request
+    that waited for its grammar kept keys and values of the old version."""
+    from sglang.srt.managers.io_struct import FlushCacheReqInput
+    from sglang.srt.managers.scheduler_components.flush_wrapper import SchedulerFlushWrapper
+
+    class Scheduler(SimpleNamespace):
+        def flush_cache(self) -> bool:
+            flushed.append(True)
+            return True
+
+    flushed: list[bool] = []
+    here = Scheduler(**vars(scheduler))
+    wrapper = SchedulerFlushWrapper(
+        flush_cache=here.flush_cache, is_fully_idle=lambda: True, send_output=lambda *_: None
+    )
+    own: list[bool] = []
+
+    def others(_: Any, idle: bool) -> bool:
+        own.append(idle)
+        return idle and not busy
+
+    monkeypatch.setattr(worker, "_all_agree", others)
+    busy, asked = True, FlushCacheReqInput(timeout_s=0.0)
+    assert hooks._flush(SchedulerFlushWrapper.handle, wrapper, asked).success  # no receiver was ever started
+    here._weftpub_receiver = SimpleNamespace()
+    assert not hooks._flush(SchedulerFlushWrapper.handle, wrapper, asked).success
+    assert (own, flushed) == ([True], [True])
+    busy = False
+    assert hooks._flush(SchedulerFlushWrapper.handle, wrapper, asked).success
+    here.is_fully_idle = lambda ignore_waiting: False
+    assert not hooks._flush(SchedulerFlushWrapper.handle, wrapper, asked).success
+    assert (own, flushed) == ([True, True, False], [True, True])
 
 
 def test_a_worker_tells_what_is_missing(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:

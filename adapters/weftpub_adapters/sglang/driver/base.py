@@ -2,6 +2,7 @@
 every worker listens.
 """
 
+import asyncio
 import contextlib
 import json
 import os
@@ -21,7 +22,7 @@ from weftpub_adapters.sglang.support import require_version
 
 __all__ = ["BaseEngine"]
 
-_FLUSH_ROUND_S = 5.0  # one wait for an idle engine, on the engine's side
+_FLUSH_AGAIN_S = (0.02, 0.5)  # between two looks whether an engine is idle: the first time, and at most
 _BETWEEN_ANSWERS = " | "  # what SGLang puts between the messages of several schedulers
 
 
@@ -137,7 +138,7 @@ class BaseEngine(ABC):
 
     def flush(self) -> bool:
         """See `EngineHandle`."""
-        return self._call(self._flush(0.0), "flush", self._deadlines.flush)
+        return self._call(self._flush(), "flush", self._deadlines.flush)
 
     def release(self, tags: Sequence[str]) -> None:
         """See `EngineHandle`."""
@@ -170,10 +171,16 @@ class BaseEngine(ABC):
         )
 
     async def _drained(self) -> None:
-        """Return when no request is under way, other clients' included, as far as they keep from sending more."""
+        """Return when no request is under way, other clients' included, as far as they keep from sending more.
+
+        SGLang would wait for that itself, but every worker by its own clock: at the end some would have flushed and
+        others not.
+        """
         await self._desk.ended()
-        while not await self._flush(_FLUSH_ROUND_S):
-            pass
+        pause, longest = _FLUSH_AGAIN_S
+        while not await self._flush():
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, longest)
 
     def _peers(self, message: str) -> list[Peer]:
         """The receivers in SGLang's answer."""
@@ -241,7 +248,7 @@ class BaseEngine(ABC):
     async def _continue(self) -> None: ...
 
     @abstractmethod
-    async def _flush(self, seconds: float) -> bool: ...
+    async def _flush(self) -> bool: ...
 
     @abstractmethod
     async def _release(self, tags: list[str]) -> None: ...

@@ -155,7 +155,7 @@ class ColocatedEngine:
         with self._clock.phase("resume_weights"):
             self._require_present()
             d = self._deadlines
-            self._together("resume weights", d.memory + d.resume, self._resume_weights)
+            self._together("resume weights", d.flush + d.memory + d.resume, self._resume_weights)
         with self._clock.phase("publish"):
             try:
                 report = self._publisher.publish(
@@ -249,9 +249,14 @@ class ColocatedEngine:
         """Whether this driver had it drained before, and so may not know what became of it since."""
         drained = member.phase is EnginePhase.DRAINED
         ranks = sum(engine == member.name for engine in self._engine_of.values())
-        if not drained or len(member.handle.resting()) < max(1, ranks):
+        if not drained or not ranks or len(member.handle.resting()) < ranks:
             member.handle.pause(mode)
             member.phase = EnginePhase.DRAINED
+        self._flush(member)
+        return drained
+
+    def _flush(self, member: Member) -> None:
+        """Empty the cache of a paused engine: what is in it was computed with the weights that it has now."""
         until = time.monotonic() + self._deadlines.flush
         while not member.handle.flush():
             if time.monotonic() >= until:
@@ -260,7 +265,7 @@ class ColocatedEngine:
                     "requests still hold it; it is paused, continue_ lets it go on"
                 )
             time.sleep(_FLUSH_AGAIN_S)
-        return drained
+        member.flushed = True
 
     def _describe(self) -> None:
         """Learn where weights lie, how large they are, and which memory is away already."""
@@ -318,6 +323,8 @@ class ColocatedEngine:
 
     def _resume_weights(self, member: Member) -> None:
         member.require_drained("publish")
+        if not member.flushed:  # it went on since it was drained, or has just joined
+            self._flush(member)
         if member.tags["weights"] is not TagState.RESIDENT:
             self._bring_back(member, "weights")
 
@@ -368,6 +375,7 @@ class ColocatedEngine:
     def _continue_one(self, member: Member) -> None:
         if member.version is not None and member.handle.weight_version() != str(member.version):
             member.handle.set_weight_version(str(member.version))
+        member.flushed = False
         member.handle.continue_()
         self._await_going(member)
         member.phase, member.fenced = EnginePhase.SERVING, ""

@@ -98,8 +98,8 @@ class HttpEngine(BaseEngine):
     async def _continue(self) -> None:
         await self._post("continue_generation", {"torch_empty_cache": False})
 
-    async def _flush(self, seconds: float) -> bool:
-        status, _ = await self._ask("POST", f"flush_cache?timeout={seconds:g}", None)
+    async def _flush(self) -> bool:
+        status, _ = await self._ask("POST", "flush_cache?timeout=0", None)
         if status not in (200, 400):
             raise ChannelError(f"{self.where}: flush_cache was answered with status {status}")
         return status == 200

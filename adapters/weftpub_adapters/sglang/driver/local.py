@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -117,13 +117,20 @@ class LocalEngine(BaseEngine):
             group_name=run_id,
             backend=backend,
         )
-        return await self._replies("start", lambda: self._manager.init_weights_update_group(request))
+        return await self._together("start", lambda: self._manager.init_weights_update_group(request))
 
     async def _stop(self, run_id: str) -> tuple[bool, str]:
         from sglang.srt.managers.io_struct import DestroyWeightsUpdateGroupReqInput
 
         request = DestroyWeightsUpdateGroupReqInput(group_name=run_id)
-        return await self._replies("stop", lambda: self._manager.destroy_weights_update_group(request))
+        return await self._together("stop", lambda: self._manager.destroy_weights_update_group(request))
+
+    async def _together(self, kind: str, call: Callable[[], Awaitable[tuple[bool, str]]]) -> tuple[bool, str]:
+        """A call through a door that SGLang closes by assertions for engines that are several replicas."""
+        try:
+            return await self._replies(kind, call)
+        except AssertionError as error:
+            return False, f"SGLang refuses: {error}; start every replica as an engine of its own (dp_size=1)"
 
     async def _pause(self, mode: str) -> None:
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
@@ -137,8 +144,8 @@ class LocalEngine(BaseEngine):
         self._manager.auto_create_handle_loop()
         await self._manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
 
-    async def _flush(self, seconds: float) -> bool:
-        return bool((await self._replies("flush", lambda: self._manager.flush_cache(timeout_s=seconds))).success)
+    async def _flush(self) -> bool:
+        return bool((await self._replies("flush", lambda: self._manager.flush_cache(timeout_s=0.0))).success)
 
     async def _release(self, tags: list[str]) -> None:
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput

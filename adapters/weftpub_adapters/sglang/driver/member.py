@@ -56,6 +56,7 @@ class Member:
     freed: dict[str, dict[str, int]] = field(default_factory=dict)  # tag -> GPU -> bytes that its release gave back
     weights: dict[str, int] | None = None  # GPU -> bytes of parameters
     saves: bool | None = None  # whether its memory can be released
+    flushed: bool = False  # whether its cache is empty, as nothing was computed since it was flushed
 
     @property
     def name(self) -> str:

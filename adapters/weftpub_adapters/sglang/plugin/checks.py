@@ -12,9 +12,10 @@ import torch
 
 from weftpub.errors import ConfigError
 from weftpub_adapters.sglang.describe import live_backends
+from weftpub_adapters.sglang.parallel import parallel_sizes
 from weftpub_adapters.sglang.support import check_backends, require_supported
 
-__all__ = ["HOOKED", "faults_of", "refuse_unfit"]
+__all__ = ["HOOKED", "apart", "faults_of", "refuse_unfit"]
 
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 # Every method of SGLang that the plugin wraps.
@@ -26,13 +27,37 @@ HOOKED = {
     "continue": "sglang.srt.managers.scheduler.Scheduler.continue_generation",
     "load": "sglang.srt.model_executor.model_runner.ModelRunner.load_model",
     "rest": "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine",
+    "flush": "sglang.srt.managers.scheduler_components.flush_wrapper.SchedulerFlushWrapper.handle",
 }
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+def apart() -> str:
+    """Why the workers of this engine do not carry out what they are told at the same step, "" if they do.
+
+    What hooks ask of all workers at once is asked in the middle of a scheduler's turn. Workers that come to it in
+    different turns would wait there for each other, or take another exchange of bytes for this one. The answer is the
+    same on all of them.
+    """
+    from sglang.srt.runtime_context import get_exec, get_parallel
+
+    if get_parallel().enable_dp_attention_local_control_broadcast:
+        return (
+            "SGLang's enable_dp_attention_local_control_broadcast cannot be published to: its groups of workers are "
+            "told what to do one by one, and pause at different steps; leave it off"
+        )
+    if get_exec().moe.elastic_ep_backend is not None:
+        return (
+            "SGLang's elastic_ep_backend cannot be published to: its workers come and go, and a publish needs all of "
+            "them; leave it at its default"
+        )
+    return ""
 
 
 def refuse_unfit(scheduler: Any) -> None:
     """ConfigError for a setting of this worker under which its live weights are not, or not only, what is published."""
     require_supported()
+    parallel_sizes()
     backends = live_backends()
     check_backends(backends["moe_runner"], a2a=backends["moe_a2a"])
     arguments = scheduler.server_args
@@ -49,6 +74,10 @@ def refuse_unfit(scheduler: Any) -> None:
         "enable_lora": (
             bool(getattr(arguments, "enable_lora", False)),
             "adapters wrap the layers whose weights are published",
+        ),
+        "tokenizer_worker_num": (
+            (getattr(arguments, "tokenizer_worker_num", 1) or 1) > 1,
+            "only one of its tokenizer processes hears of a new version, and answers of the others report the old one",
         ),
         "weight_cache_mode": (
             (getattr(arguments, "weight_cache_mode", "off") or "off") != "off",

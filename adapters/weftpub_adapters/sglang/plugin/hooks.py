@@ -7,9 +7,10 @@ Doors into a worker, each on all ranks at once:
     init_weights_update_group(backend="weftpub-standing")                 which workers compute requests, and why not
 
 The first two only name the folder in which `receivers.json` says what is asked for. Wrapped are also the release and
-resume of memory, which take the weights away, and are answered when all workers are done; `continue_generation`, which
-a worker that may not serve does not obey: its requests wait; and the idle turns of a paused scheduler, in which
-requests that wait for their grammar go on to wait for the scheduler. Without a receiver every hook passes through.
+resume of memory, which take the weights away, and are answered when all workers are done; the flush of the cache, which
+all workers do or none; `continue_generation`, which a worker that may not serve does not obey: its requests wait; and
+the idle turns of a paused scheduler, in which requests that wait for their grammar go on to wait for the scheduler.
+Without a receiver every hook passes through.
 """
 
 import logging
@@ -22,6 +23,7 @@ from weftpub.errors import StateError
 from weftpub_adapters.sglang.plugin.checks import HOOKED
 from weftpub_adapters.sglang.plugin.settings import BACKEND, STANDING
 from weftpub_adapters.sglang.plugin.worker import (
+    all_idle,
     all_may_serve,
     await_all,
     standing_together,
@@ -137,6 +139,22 @@ def _resume(original: Callable[..., Any], updater: Any, request: Any) -> Any:
     return output
 
 
+def _flush(original: Callable[..., Any], wrapper: Any, request: Any) -> Any:
+    """Every group of data-parallel attention has a cache and requests of its own, and answers for itself. SGLang passes
+    one of the answers on: a group that could not flush would serve keys and values of the old version after a publish.
+    """
+    scheduler = getattr(wrapper._flush_cache, "__self__", None)
+    if scheduler is None or worker_of(scheduler) is None or request.timeout_s:  # one that waits does so on its own
+        return original(wrapper, request)
+    if not all_idle(scheduler):
+        from sglang.srt.managers.io_struct import FlushCacheReqOutput
+
+        return FlushCacheReqOutput(success=False, message="requests of some worker still use the cache")
+    output = original(wrapper, request)
+    await_all(scheduler)
+    return output
+
+
 def _continue(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
     worker = worker_of(scheduler)
     if worker is None:
@@ -192,4 +210,5 @@ _HOOKS: dict[str, Callable[..., Any]] = {
     "continue": _continue,
     "load": share_on_load,
     "rest": _rest,
+    "flush": _flush,
 }

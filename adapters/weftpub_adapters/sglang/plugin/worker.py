@@ -16,15 +16,17 @@ import torch
 import torch.distributed as dist
 
 from weftpub.errors import ChannelError, ConfigError, StateError, WeftpubError
+from weftpub.plan.types import digest_of
 from weftpub.receive import Receiver, serve
 from weftpub.version import EngineState
-from weftpub_adapters.sglang.plugin.checks import refuse_unfit
+from weftpub_adapters.sglang.plugin.checks import apart, refuse_unfit
 from weftpub_adapters.sglang.plugin.live import LiveEngine
 from weftpub_adapters.sglang.plugin.settings import ReceiverSettings
 from weftpub_adapters.sglang.shared_experts import engine_side
 
 __all__ = [
     "WorkerReceiver",
+    "all_idle",
     "all_may_serve",
     "await_all",
     "standing_together",
@@ -122,13 +124,19 @@ def start_together(scheduler: Any, directory: str) -> tuple[bool, str]:
     Returns:
         whether all serve now, and a JSON list of their ranks and addresses, or what kept some of them from it.
     """
+    fault = apart()
+    if fault:
+        return False, fault
     before = worker_of(scheduler)
     settings, fault = _tried(lambda: _checked(scheduler, before, directory), directory)
     running = before is not None and before.running
-    reports = _gather(scheduler, {"error": fault, "running": running})
+    asked = "" if settings is None else digest_of(settings.model_dump(mode="json"))
+    reports = _gather(scheduler, {"error": fault, "running": running, "asked": asked})
     faults = _faults(reports)
     if not faults and len({one["running"] for one in reports}) > 1:
         faults = "receivers run on some ranks and have ended on others; stop them all first (stop_receivers)"
+    if not faults and len({one["asked"] for one in reports}) > 1:  # some would come to rest, and others would not
+        faults = f"the settings in {directory} were replaced while workers read them; is another driver there?"
     if faults:
         return False, faults
     if before is not None and settings is None:  # they run already
@@ -180,9 +188,12 @@ def standing_together(scheduler: Any) -> tuple[bool, str]:
 
 def all_may_serve(scheduler: Any, worker: WorkerReceiver) -> bool:
     """Whether every worker of the engine may compute requests; called on all of them at the same step."""
-    vote = torch.tensor([1 if worker.live.may_serve else 0], dtype=torch.int32)
-    dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=scheduler.weight_updater.tp_cpu_group)
-    return bool(vote.item())
+    return _all_agree(scheduler, worker.live.may_serve)
+
+
+def all_idle(scheduler: Any) -> bool:
+    """Whether no worker of the engine has requests that use its cache; called on all of them at the same step."""
+    return _all_agree(scheduler, bool(scheduler.is_fully_idle(ignore_waiting=scheduler._engine_paused)))
 
 
 def await_all(scheduler: Any) -> None:
@@ -190,6 +201,12 @@ def await_all(scheduler: Any) -> None:
     the driver would take the others' memory for free, or for back, before it is.
     """
     dist.barrier(group=scheduler.weight_updater.tp_cpu_group)
+
+
+def _all_agree(scheduler: Any, own: bool) -> bool:
+    vote = torch.tensor([1 if own else 0], dtype=torch.int32)
+    dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=scheduler.weight_updater.tp_cpu_group)
+    return bool(vote.item())
 
 
 def _tried[T](action: Callable[[], T], directory: str) -> tuple[T | None, str]:
