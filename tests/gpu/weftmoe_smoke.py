@@ -1,8 +1,8 @@
 """The smoke run on one GPU or two: variants x seeds, learning rate 0, and a run that is killed and resumed.
 
     python tests/gpu/weftmoe_smoke.py --out OUT [--only train,kl,frozen,resume,shared,two-gpus]
-        [--variants baseline,bf16,fp8] [--optimizer muon] [--seeds 1,2,3] [--steps 50] [--side-by-side 3] [--seconds 560] [--work DIR] [--cpu]
-        [--tiny]
+        [--variants baseline,bf16,fp8] [--optimizer muon] [--seeds 1,2,3] [--steps 50] [--side-by-side 3]
+        [--seconds 560] [--work DIR] [--cpu] [--tiny]
 
 Writes OUT/weftmoe_smoke.json (a row per run, with the commit), OUT/weftmoe_smoke.tar.gz (log, output and settings of
 every run) and, where matplotlib is installed, OUT/weftmoe_smoke.png; all of it is there after every section, and after
@@ -389,7 +389,8 @@ def section_kl(room: Room, report: Report) -> None:
     for name, ended in zip(runs, room.run_all(list(runs.values())), strict=True):
         row = report.row("kl", ended)
         if row is not None:
-            _check_kl(report, f"kl/{name}", row, within=name.endswith("-two"))
+            # A hundred tokens leave an error of a fifth wherever they come from.
+            _check_kl(report, f"kl/{name}", row, within=name.endswith("-two") or options.tiny)
 
 
 def _check_kl(report: Report, name: str, row: RunSummary, *, within: bool) -> None:
@@ -427,7 +428,8 @@ def section_resume(room: Room, report: Report) -> None:
     broken = Run("broken", room.settings("broken", "fp8", seed, steps, fixed, deterministic=True), kill_after_step=at)
     # Nothing is due before the end: what is there when it is resumed was saved because it was told.
     rarely = ("checkpoint.save=100", "checkpoint.grace=120")
-    told = Run("told", room.settings("told", "fp8", seed, steps, *rarely, deterministic=True), tell_after_step=at)
+    tell = save - 1  # early: a run that is told in its last step just ends
+    told = Run("told", room.settings("told", "fp8", seed, steps, *rarely, deterministic=True), tell_after_step=tell)
     first, killed, ended = room.run_all([unbroken, broken, told])
     for one in (first, killed, ended):
         report.row("resume", one)
@@ -436,7 +438,7 @@ def section_resume(room: Room, report: Report) -> None:
     for one in (again, later):
         report.row("resume", one)
     _check_same_bytes(report, "resume: the same bytes at every step", first, again, steps, f"killed after step {at}")
-    detail = f"told after step {at}, ended after {left}"
+    detail = f"told after step {tell}, ended after {left}"
     _check_same_bytes(report, "resume: the same bytes after it was told", first, later, steps, detail)
     begins = [header.resumed_from for header in later.log.headers] if later.log is not None else []
     report.check("resume: nothing is computed twice", begins == [None, left], f"{detail}; starts from {begins}")
