@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that the foundation claims on a GPU, in one run: bytes, speed, staging, the GPU tests and the main job.
 #
-#   tests/gpu/foundation.sh OUT [SECTION ...]      sections: verify quantize staging tests demo (default: all)
+#   tests/gpu/foundation.sh OUT [SECTION ...]      sections: verify quantize transpose staging tests demo (default: all)
 #
 # Runs in the environment as it is ($PYTHON, default python3): torch, triton, megatron-core, sglang, awex, and transformer-engine
 # for its rows. OUT gets one JSON or log per section and summary.txt; the exit status is 1 if any section failed.
@@ -11,7 +11,7 @@ cd "$(dirname "$0")/../.." || exit 1
 out=${1:?folder for the results}; shift
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
-sections=("$@"); [ $# -gt 0 ] || sections=(verify quantize staging tests demo)
+sections=("$@"); [ $# -gt 0 ] || sections=(verify quantize transpose staging tests demo)
 python=${PYTHON:-python3}
 export PYTHONPATH="$PWD:$PWD/kernels:$PWD/adapters:$PWD/examples${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 commit=${COMMIT:-$(git rev-parse --short=12 HEAD 2>/dev/null || echo unknown)} # COMMIT names it where there is no git
@@ -32,6 +32,7 @@ for name in "${sections[@]}"; do
   case $name in
     verify) section verify "$python" -m weftpub_kernels.bench.verify --out "$out/verify.json" --commit "$commit" ;;
     quantize) section quantize "$python" -m weftpub_kernels.bench.quantize --out "$out/quantize.json" --commit "$commit" ;;
+    transpose) section transpose "$python" -m weftpub_kernels.bench.transpose --out "$out/transpose.json" --commit "$commit" ;;
     staging) section staging "$python" -m weftpub.staging.bench --out "$out/staging.json" ;;
     tests) section tests "$python" -m pytest -q -p no:cacheprovider --require-gpu -m "gpu and not multigpu" tests ;;
     demo)

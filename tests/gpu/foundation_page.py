@@ -67,6 +67,22 @@ def speed_section(quantize: dict[str, Any]) -> list[str]:
     return lines
 
 
+def transpose_section(measured: dict[str, Any]) -> list[str]:
+    """W^T from W beside torch and the copy."""
+    lines = ["", "## W^T from W", ""]
+    lines += [
+        "FP8 in, transposed FP8 out, dequant scales along: 2 bytes per element, as in the device copy beside it. Bytes "
+        "are compared with torch's before and after. Microseconds (TB/s), medians, the host's time included.",
+        "",
+        "| experts x M x N | device copy | weftpub | torch | share of the copy |",
+        "|---|---|---|---|---|",
+    ]
+    for row in measured["rows"]:
+        cells = [f"{row['us'][name]:.1f} ({row['tb_s'][name]:.2f})" for name in ("copy", "in use", "torch")]
+        lines.append(f"| {row['work']} | {' | '.join(cells)} | {row['of_copy']['in use']:.3f} |")
+    return lines
+
+
 def staging_section(staging: dict[str, Any]) -> list[str]:
     """The staging pipeline beside the duplex copy."""
     ceilings = ", ".join(f"{kind} {value:.1f}" for kind, value in staging["ceilings_gb_s"].items())
@@ -108,6 +124,7 @@ def demo_section(folder: Path) -> list[str]:
 def main(folder: Path, page: Path) -> None:
     """Write the page."""
     verify, quantize, staging = (load(folder, f"{name}.json") for name in ("verify", "quantize", "staging"))
+    transpose = load(folder, "transpose.json")
     where = quantize["environment"]
     summary = (folder / "summary.txt").read_text().strip().splitlines()
     lines = [
@@ -121,6 +138,7 @@ def main(folder: Path, page: Path) -> None:
         "",
         *bytes_section(verify),
         *speed_section(quantize),
+        *transpose_section(transpose),
         *staging_section(staging),
         *demo_section(folder),
     ]
