@@ -4,6 +4,8 @@ happens when that process is killed.
 
 import multiprocessing as mp
 import os
+import signal
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,15 @@ class Partner:
 
     def __call__(self, command: str, *args: object) -> Any:
         """Run a command there; what it raised is raised here as AssertionError with the text."""
+        self.send(command, *args)
+        return self.take(command)
+
+    def send(self, command: str, *args: object) -> None:
+        """Have a command run there, without waiting."""
         self._pipe.send((command, args))
+
+    def take(self, command: str) -> Any:
+        """The answer to what was sent."""
         assert self._pipe.poll(60), f"no answer to {command}"
         try:
             good, value = self._pipe.recv()
@@ -53,6 +63,19 @@ class Partner:
         """kill -9."""
         self.process.kill()
         self.process.join(30)
+
+    def hold(self) -> None:
+        """Stop it, as a debugger does; it has stopped on return. `go_on` undoes it."""
+        os.kill(self.process.pid, signal.SIGSTOP)
+        until = time.monotonic() + 30
+        tasks = Path(f"/proc/{self.process.pid}/task")
+        while any((task / "stat").read_text().rpartition(")")[2].split()[0] != "T" for task in tasks.iterdir()):
+            assert time.monotonic() < until, "it does not stop"
+            time.sleep(0.005)
+
+    def go_on(self) -> None:
+        """After `hold`."""
+        os.kill(self.process.pid, signal.SIGCONT)
 
     def stop(self) -> None:
         """End it, if it has not ended yet."""
@@ -108,6 +131,14 @@ class _Commands:
         self.memory.tensor(name).view(torch.uint8).reshape(-1)[start] = value
         if self.memory.device.type == "cuda":
             torch.cuda.synchronize()
+
+    def fork(self) -> int:
+        """A child that does nothing, as a data loader's worker that outlives its trainer; its process id."""
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+            os._exit(0)
+        return child
 
     def protect(self, access: int) -> None:
         self.memory._pages.protect(Access(access))

@@ -262,6 +262,48 @@ def test_the_protected_mapping_lets_a_step_write(tmp_path: Path) -> None:
         assert store.matrix(ExpertMatrix(1, 4, "fc1")).w.shape == (256, 256)
 
 
+def test_other_bytes_of_the_committed_generation_are_not_served(memory: SharedAllocation) -> None:
+    """A trainer died at generation 7, which was committed, and its successor started at a checkpoint of generation 4.
+    Three steps later, none of them published, generation 7 was sealed again, and an engine that went on would have
+    served bytes that nobody had verified, as the version of the first 7."""
+    serve(shared_store(memory), memory, 7, 3)
+    memory.stop_serving()
+    first = memory.standing()
+    again = shared_store(memory)
+    for generation in (4, 5, 6, 7):
+        fill(again, generation)
+    assert memory.standing().generation == first.generation == 7
+    assert memory.standing().digest != first.digest
+    with pytest.raises(
+        TornError, match="holds other bytes of generation 7 than those that were committed as version 3"
+    ):
+        memory.start_serving()
+    memory.commit(4)
+    assert memory.start_serving() == 4
+    memory.stop_serving()
+    # The same bytes are the same version.
+    once_more = shared_store(memory)
+    once_more.load(7, {item.name: item.tensor.clone() for item in again.canonical()})
+    assert memory.start_serving() == 4
+    memory.stop_serving()
+
+
+def test_a_step_waits_for_an_engine_that_puts_its_weights_there(
+    memory: SharedAllocation, partner: Partner, tmp_path: Path
+) -> None:
+    """Engine and trainer started at once; the engine had made the memory and was copying its weights there when the
+    trainer began its first step, and the trainer ended with an error."""
+    partner("join", str(tmp_path), "experts")
+    partner("do", "begin", 0)
+    partner.send("do", "seal")  # on its way while this waits
+    memory.begin(1)
+    partner.take("seal")
+    memory.seal()
+    with pytest.raises(StateError, match="somebody has written to it already; it is sealed"):
+        memory.begin(0, first=True)
+    assert memory.standing().generation == 1
+
+
 # The header itself.
 
 

@@ -3,10 +3,12 @@
 import gc
 import os
 import signal
+import socket
 import stat
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -231,6 +233,66 @@ def test_a_hand_over_that_is_none_is_refused(tmp_path: Path, wrong: str) -> None
     finally:
         server.close()
     assert take(path) is None
+
+
+def test_a_stopped_process_keeps_nobody_out_where_another_has_the_memory(
+    tmp_path: Path, partner: Partner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handover, "_PATIENCE_S", 0.3)
+    third = Partner()
+    try:
+        allocation, _ = third("join", str(tmp_path), "experts")
+        third.hold()
+        with pytest.raises(TransportError, match=r"did not hand over within 0\.3 s; is it stopped"):
+            SharedAllocation.join(tmp_path, "experts", "cpu", CATALOGUE)  # it may not make another one
+        third.go_on()
+        partner("join", str(tmp_path), "experts")
+        third.hold()
+        for _ in range(2):  # whichever socket comes first
+            with SharedAllocation.join(tmp_path, "experts", "cpu", CATALOGUE, create=False) as memory:
+                assert memory.id == allocation
+        assert len(list(tmp_path.glob("*.s"))) == 2
+    finally:
+        third.stop()
+
+
+def test_a_dead_trainers_child_keeps_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer was killed, a worker that it had forked lived on with its open socket: every newcomer connected,
+    waited, and gave up."""
+    monkeypatch.setattr(handover, "_PATIENCE_S", 30.0)  # longer than a test may take
+    trainer = Partner()
+    child = 0
+    try:
+        trainer("join", str(tmp_path), "experts")
+        child = trainer("fork")
+        trainer.kill()
+        with SharedAllocation.join(tmp_path, "experts", "cpu", CATALOGUE) as fresh:
+            assert fresh.created
+    finally:
+        trainer.stop()
+        if child:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_process_out_of_descriptors_answers_again_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that could not accept once answered nobody any more, and every newcomer waited for it in vain."""
+    failing = [OSError(24, "Too many open files"), OSError(24, "Too many open files")]
+    descriptors = memory_file("a", 4096), memory_file("b", 4096)
+    accept = socket.socket.accept
+
+    def sometimes(self: socket.socket) -> Any:
+        if failing:
+            raise failing.pop()
+        return accept(self)
+
+    monkeypatch.setattr(socket.socket, "accept", sometimes)
+    server = HandoverServer(str(tmp_path / "x.s"), Facts(allocation="0" * 32, device="cpu", nbytes=4096), descriptors)
+    found = take(server.path)
+    assert found is not None
+    assert not failing
+    server.close()
+    for descriptor in (*descriptors, *found[1:]):
+        os.close(descriptor)
 
 
 def test_sockets_of_dead_processes_are_cleared_and_names_are_checked(tmp_path: Path) -> None:

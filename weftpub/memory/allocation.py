@@ -193,9 +193,9 @@ class SharedAllocation:
 
     # Writing: the trainer's side, called by its store.
 
-    def begin(self, generation: int, *, recover: bool = False) -> None:
-        """A generation is about to be written; errors as `Header.begin`."""
-        self._header.begin(generation, recover=recover)
+    def begin(self, generation: int, *, recover: bool = False, first: bool = False) -> None:
+        """A generation is about to be written; see `Header.begin`."""
+        self._header.begin(generation, recover=recover, first=first)
         self._allow(Access.WRITE)
 
     def seal(self, digest: str = "") -> None:
@@ -287,12 +287,23 @@ class _Meeting:
         self._stem = f"{name}@{gpu.removeprefix('GPU-')[:13]}"
 
     def ask(self) -> tuple[Facts, int, int] | None:
-        """The memory from the first process that has it; sockets of dead ones are removed."""
+        """The memory from the first process that hands it over; sockets of dead ones are removed.
+
+        Raises:
+            TransportError: nobody does, and one that is alive does not answer: it may have the memory.
+        """
+        silent: TransportError | None = None
         for path in sorted(self._folder.glob(f"{self._stem}.*.s")):
-            found = take(str(path))
+            try:
+                found = take(str(path))
+            except TransportError as error:  # stopped, or on its way out: another one may have it, too
+                silent = error
+                continue
             if found is not None:
                 return found
             path.unlink(missing_ok=True)
+        if silent is not None:
+            raise silent
         return None
 
     def new_path(self) -> str:

@@ -24,6 +24,7 @@ __all__ = ["Facts", "HandoverServer", "peer_user", "take"]
 _LARGEST = 4096
 _DESCRIPTORS = 2
 _PATIENCE_S = 5.0
+_AGAIN_S = 0.05
 
 
 class Facts(BaseModel):
@@ -44,9 +45,24 @@ class Facts(BaseModel):
 
 def peer_user(connection: socket.socket) -> int:
     """User id of the process at the other end, as it was when it connected or listened."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, uid, _ = struct.unpack("3i", credentials)
-    return uid
+    return _credentials(connection)[1]
+
+
+def _credentials(connection: socket.socket) -> tuple[int, int, int]:
+    """Process id (0 if it is none of this namespace), user id and group id of the other end."""
+    size = struct.calcsize("3i")
+    return struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+
+
+def _ended(pid: int) -> bool:
+    """Whether no process of this id is left but a zombie; False if that cannot be told."""
+    if pid <= 0:
+        return False
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError as error:
+        return isinstance(error, FileNotFoundError | ProcessLookupError)
+    return stat.rpartition(")")[2].split()[0] in ("Z", "X")
 
 
 class HandoverServer:
@@ -63,6 +79,7 @@ class HandoverServer:
         self._text = facts.model_dump_json().encode()
         self._descriptors = descriptors
         self.refused: list[int] = []
+        self._closed = threading.Event()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._listener.bind(path)
@@ -78,6 +95,7 @@ class HandoverServer:
         """Stop answering and remove the socket. Twice does nothing."""
         if self._listener.fileno() < 0:
             return
+        self._closed.set()
         Path(self.path).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # not every system shuts listeners down
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread; closing alone would not
@@ -88,8 +106,10 @@ class HandoverServer:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return  # closed
+            except OSError:  # closed; or no descriptor was free, which passes
+                if self._closed.wait(_AGAIN_S):
+                    return
+                continue
             with connection:
                 self._answer(connection)
 
@@ -109,7 +129,8 @@ def take(path: str) -> tuple[Facts, int, int] | None:
     """Ask the process that listens at `path`.
 
     Returns:
-        facts, the memory's descriptor and the header's, both owned by the caller; None if nobody listens there.
+        facts, the memory's descriptor and the header's, both owned by the caller; None if nobody listens there. A dead
+        process' children, forked from it, may keep its socket open, and answer nobody.
 
     Raises:
         ChannelError: another user listens, or what came is no hand-over. TransportError: no answer in time.
@@ -122,7 +143,9 @@ def take(path: str) -> tuple[Facts, int, int] | None:
             return None
         except OSError as error:
             raise ChannelError(f"{path}: cannot be asked for shared memory: {error}") from error
-        user = peer_user(connection)
+        pid, user = _credentials(connection)[0], peer_user(connection)
+        if _ended(pid):
+            return None
         if user != os.geteuid():
             raise ChannelError(
                 f"{path}: user {user} listens there, expected {os.geteuid()}; run trainer and engine as one user"
@@ -130,6 +153,8 @@ def take(path: str) -> tuple[Facts, int, int] | None:
         try:
             text, descriptors, _, _ = socket.recv_fds(connection, _LARGEST, _DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
         except TimeoutError:
+            if _ended(pid):
+                return None
             raise TransportError(
                 f"{path}: its process did not hand over within {_PATIENCE_S:g} s; is it stopped?"
             ) from None

@@ -40,7 +40,13 @@ _COPIES, _COPY_BYTES = 4096, 16384
 _CATALOGUE = _COPIES + 2 * _COPY_BYTES
 _LARGEST_CATALOGUE = 16 << 20
 _POLL_S = 0.002
+_FILL_S = 1.0  # that an engine may take to put the weights there that it loaded, when a trainer wants to begin
+_DIGEST = r"^([0-9a-f]{64})?$"
 _PLAIN = ConfigDict(frozen=True, extra="forbid")
+
+
+class _BusyError(StateError):
+    """A living process writes."""
 
 
 class SharedState(StrEnum):
@@ -53,12 +59,17 @@ class SharedState(StrEnum):
 
 
 class Committed(BaseModel):
-    """The version that engines were last told to serve, and the generation whose bytes it is."""
+    """The version that engines were last told to serve, and the generation whose bytes it is.
+
+    Attributes:
+        digest: of that generation. A trainer that went back to a checkpoint comes to the same number with other bytes.
+    """
 
     model_config = _PLAIN
 
     version: int = Field(ge=0)
     generation: int = Field(ge=0)
+    digest: str = Field(default="", pattern=_DIGEST)
 
 
 class Standing(BaseModel):
@@ -80,7 +91,7 @@ class Standing(BaseModel):
     writing: int | None = None
     writer: Identity | None = None
     reason: str = ""
-    digest: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
+    digest: str = Field(default="", pattern=_DIGEST)
     committed: Committed | None = None
     serving: tuple[Identity, ...] = ()
 
@@ -90,7 +101,7 @@ class Standing(BaseModel):
         return (
             self.state is SharedState.SEALED
             and self.committed is not None
-            and self.committed.generation == self.generation
+            and (self.committed.generation, self.committed.digest) == (self.generation, self.digest)
         )
 
     def obstacle(self, here: Identity) -> str | None:
@@ -106,6 +117,11 @@ class Standing(BaseModel):
             return self.reason
         if self.state is SharedState.EMPTY:
             return "nothing was ever written to it"
+        if self.committed is not None and self.committed.generation == self.generation:
+            return (
+                f"it holds other bytes of generation {self.generation} than those that were committed as version "
+                f"{self.committed.version}"
+            )
         found = "no version" if self.committed is None else f"version {self.committed.version}"
         return f"it holds generation {self.generation}, which is not committed; {found} was committed last"
 
@@ -157,17 +173,22 @@ class Header:
         """What it says now; TornError if neither copy is whole, which no death of one process can cause."""
         return self._newest()[1]
 
-    def begin(self, generation: int, *, recover: bool = False, seconds: float = 10.0) -> None:
+    def begin(self, generation: int, *, recover: bool = False, first: bool = False, seconds: float = 10.0) -> None:
         """-> WRITING: from here on the bytes may be anything.
 
         Args:
             recover: also from TORN, and from a WRITING whose writer is dead: every byte is written again.
+            first: only if nobody has written yet. An engine that made the memory puts its weights there, unless a
+                trainer that joined meanwhile was quicker.
 
         Raises:
-            StateError: a living process serves from the bytes, or writes them. TornError: torn, and not `recover`.
+            StateError: a living process serves from the bytes, or has been writing them for a while; or somebody was
+                `first`. TornError: torn, and not `recover`.
         """
 
         def change(now: Standing) -> Standing:
+            if first and now.state is not SharedState.EMPTY:
+                raise StateError(f"{self.name}: somebody has written to it already; it is {now.state}")
             serving = [who for who in now.serving if process_alive(who, self._here)]
             if serving:
                 raise StateError(
@@ -177,7 +198,7 @@ class Header:
             if now.state is SharedState.WRITING and now.writer != self._me:
                 assert now.writer is not None, "WRITING names its writer"
                 if process_alive(now.writer, self._here):
-                    raise StateError(f"{self.name}: {now.writer} writes generation {now.writing} at this moment")
+                    raise _BusyError(f"{self.name}: {now.writer} writes generation {now.writing} at this moment")
             if now.state in (SharedState.WRITING, SharedState.TORN) and not recover:
                 raise TornError(f"{self.name}: {now.obstacle(self._here)}; load the last checkpoint to open it again")
             return now.model_copy(
@@ -191,7 +212,15 @@ class Header:
                 }
             )
 
-        self._change(change, seconds)
+        patience = time.monotonic() + min(seconds, _FILL_S)
+        while True:
+            try:
+                self._change(change, seconds)
+                return
+            except _BusyError as error:
+                if time.monotonic() > patience:
+                    raise StateError(str(error)) from None
+                time.sleep(_POLL_S)
 
     def seal(self, digest: str = "", *, seconds: float = 10.0) -> None:
         """WRITING -> SEALED. The caller has waited for the device.
@@ -235,7 +264,9 @@ class Header:
         def change(now: Standing) -> Standing:
             if now.state is not SharedState.SEALED or now.generation is None:
                 raise StateError(f"{self.name}: version {version} cannot be committed: {now.obstacle(self._here)}")
-            return now.model_copy(update={"committed": Committed(version=version, generation=now.generation)})
+            return now.model_copy(
+                update={"committed": Committed(version=version, generation=now.generation, digest=now.digest)}
+            )
 
         self._change(change, seconds)
 

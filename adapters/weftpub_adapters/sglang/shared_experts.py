@@ -26,7 +26,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from weftpub.canonical import FAMILIES
-from weftpub.errors import ConfigError, WeftpubError
+from weftpub.errors import ConfigError, StateError, WeftpubError
 from weftpub.memory import SharedAllocation, SharedState, sharing_obstacle
 from weftpub.receive import EngineDescription, EngineSide
 from weftpub.receive.shared import SharedEngineSide
@@ -134,13 +134,7 @@ def share_experts(
         targets, reasons = _targets(model, memory)
         if not targets:
             raise ConfigError(f"no layer of experts can be shared: {next(iter(reasons.values()), 'it has none')}")
-        filled = made and memory.standing().state is SharedState.EMPTY
-        if filled:
-            memory.begin(0)
-            for parameter, target in targets.values():
-                target.view(torch.uint8).copy_(parameter.data.view(torch.uint8))
-            _settle(device)
-            memory.seal()
+        filled = made and _fill(memory, targets)
         loaded = _generation_of(memory, targets)
         before = trimmed(device)
         for parameter, target in targets.values():
@@ -159,6 +153,20 @@ def share_experts(
         given_back,
     )
     return shared
+
+
+def _fill(memory: SharedAllocation, targets: "_Targets") -> bool:
+    """Put the loaded weights into new memory; False if a trainer that joined meanwhile was quicker."""
+    try:
+        memory.begin(0, first=True)
+    except StateError:
+        return False
+    for parameter, target in targets.values():
+        target.view(torch.uint8).copy_(parameter.data.view(torch.uint8))
+    if memory.device.type == "cuda":
+        torch.cuda.synchronize(memory.device)
+    memory.seal()
+    return True
 
 
 @contextmanager
@@ -412,8 +420,3 @@ def _run(experts: Sequence[int], held: Sequence[int]) -> int | None:
 
 def _few(numbers: Sequence[int]) -> str:
     return str(list(numbers)) if len(numbers) <= 8 else f"{numbers[0]} to {numbers[-1]} ({len(numbers)})"
-
-
-def _settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
