@@ -306,6 +306,9 @@ def child(sequence: str, mode: str) -> None:
         print(json.dumps(line), flush=True)
 
     say({"step": "ready"})
+    if GPU and mode == "preload" and not loaded("torch_memory_saver_hook_mode_preload"):
+        say({"skip": "the dynamic linker did not preload the saver's library: are libcuda and libcudart in its paths?"})
+        os._exit(0)
     sys.stdin.readline()
     if GPU:
         importlib.import_module("torch_memory_saver")
@@ -336,17 +339,26 @@ def child(sequence: str, mode: str) -> None:
 # The section.
 
 
+def loaded(library: str) -> list[str]:
+    """Files of this process' shared libraries with this in their names."""
+    rows = Path("/proc/self/maps").read_text().splitlines()
+    return sorted({row.split(maxsplit=5)[5] for row in rows if library in row})
+
+
 class Child:
     """One process, as the experiment sees it."""
 
     def __init__(self, sequence: str, mode: str, log: Path) -> None:
         self.log = log
+        self.skipped = ""
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         if mode == "preload" and GPU:
             from torch_memory_saver import configure_subprocess
 
             with configure_subprocess():
                 environment["LD_PRELOAD"] = os.environ["LD_PRELOAD"]
+            folders = [str(Path(path).parent) for path in loaded("libcudart.so")]  # torch's own, which it needs
+            environment["LD_LIBRARY_PATH"] = os.pathsep.join([*folders, os.environ.get("LD_LIBRARY_PATH", "")])
         with log.open("w") as errors:
             self.process = subprocess.Popen(
                 [sys.executable, str(Path(__file__).resolve()), sequence, mode],
@@ -372,6 +384,7 @@ class Child:
                 continue
             said = json.loads(line)
             step, done = said.get("step", step), said.get("done", done)
+            self.skipped = said.get("skip", self.skipped)
             if "check" in said:
                 checked(said)
         self.process.wait()
@@ -401,6 +414,9 @@ def pools(report: Report, folder: Path) -> None:
 
             step, done = one.run(checked)
             end = {"step": step, "status": one.process.returncode, "s": round(time.monotonic() - began, 1)}
+            if one.skipped:
+                report.number(name, f"not tried: {one.skipped}")
+                continue
             if not done:
                 end["said"] = one.last_words()
             if dies_at:
