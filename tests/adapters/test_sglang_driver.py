@@ -23,11 +23,13 @@ from weftpub_adapters.sglang.driver import (
     EnginePhase,
     TagState,
 )
+from weftpub_adapters.sglang.driver import colocated as colocated_module
+from weftpub_adapters.sglang.driver import memory as memory_module
 from weftpub_adapters.sglang.driver.memory import wait_for_free
 from weftpub_adapters.sglang.driver.requests import completion_of
 
 GPU = "GPU-0"
-SOON = DriverDeadlines(*(0.3,) * 8)
+SOON = DriverDeadlines(*(30.0,) * 8)  # of the clock below
 WEIGHTS, CACHE = 1000, 400
 TAGS = {"weights": WEIGHTS, "kv_cache": CACHE, "cuda_graph": 0}
 
@@ -39,9 +41,11 @@ class FatalAssertion(AssertionError):
 class FakeGpu:
     def __init__(self, free: int = 100) -> None:
         self.free = free
+        self.coming: list[int] = []  # what is free at the next looks
 
     def measure(self, device: str) -> int | None:
         assert device == GPU
+        self.free = self.coming.pop(0) if self.coming else self.free
         return self.free
 
 
@@ -202,6 +206,27 @@ class FakePublisher:
         }
 
 
+class Clock:
+    """Time that passes while a driver sleeps, and only then: no busy machine is late, and no deadline takes long."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    for module in (colocated_module, memory_module):
+        monkeypatch.setattr(module, "time", made)
+    return made
+
+
 @pytest.fixture
 def gpu() -> FakeGpu:
     return FakeGpu()
@@ -319,7 +344,7 @@ def test_weights_come_back_only_when_their_memory_is_there(
     with pytest.raises(DeadlineError, match=r"resume of weights .*: 1000 bytes .* 999 bytes .*empty_cache"):
         step.publish(1, {})
     assert "weights" in engine.away
-    threading.Timer(0.1, lambda: setattr(gpu, "free", WEIGHTS + CACHE)).start()
+    gpu.coming = [WEIGHTS - 1] * 3 + [WEIGHTS + CACHE]
     step.publish(1, {})
     step.resume()
     step.continue_()
@@ -720,7 +745,7 @@ def test_ranks_without_handles_take_part_and_hear_of_failures(engine: FakeEngine
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert all("call drain first" in str(text) for text in found)
     with pytest.raises(ConfigError, match="sender rank 1 has handles"):
         colocated(engine, publishers[1], gpu, group=groups[1])

@@ -225,7 +225,7 @@ def test_a_pause_that_failed_does_not_keep_the_engine_paused(server: Server, eng
         engine.pause("retract")
     assert [path for path, _ in server.calls] == ["pause_generation", "continue_generation"]
     server.status = 200
-    assert engine.generate([[1]], {"max_new_tokens": 2}, seconds=10.0)[0].tokens == (7, 8)
+    assert engine.generate([[1]], {"max_new_tokens": 2}, seconds=60.0)[0].tokens == (7, 8)
 
 
 def test_settings_count_only_from_a_file_of_ones_own(tmp_path: Path) -> None:
@@ -275,10 +275,10 @@ class Slow:
 
     async def send(self, request: str, ask: Ask) -> dict[str, Any]:
         self.prompts.append(ask.prompt)
-        self.asked[request] = asyncio.get_running_loop().create_future()
         if not self.on_the_way:
             self.scheduled[request] = []
-        return await self.asked[request]
+        answer = self.asked[request] = asyncio.get_running_loop().create_future()  # last: tests wait for it
+        return await answer
 
     async def cancel(self, request: str) -> None:
         if request in self.aborted or request not in self.asked:
@@ -316,7 +316,7 @@ class Slow:
 
 
 def wait_for(condition: Any) -> None:
-    until = time.monotonic() + 10
+    until = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.005)
@@ -335,14 +335,14 @@ class Desk:
         count = len(self.engine.asked)
         asked = self.pool.submit(
             lambda: self.desk.generate(
-                [prompt], {}, logprobs=False, score_from=None, seconds=20.0, require_alive=lambda: None
+                [prompt], {}, logprobs=False, score_from=None, seconds=60.0, require_alive=lambda: None
             )[0]
         )
         if self.desk._open.is_set():
             wait_for(lambda: len(self.engine.asked) == count + 1)
         return asked
 
-    def wait(self, work: Any, phase: str, seconds: float = 10.0) -> None:
+    def wait(self, work: Any, phase: str, seconds: float = 30.0) -> None:
         self.loop.call(work, peer="engine", phase=phase, seconds=seconds, cause="")
 
 
@@ -372,12 +372,12 @@ def test_requests_are_held_drained_and_restarted_from_their_prompts(desk: Desk) 
     wait_for(lambda: len(engine.asked) == 2)
     engine.compute()
     engine.answer_all()
-    assert (first.result(10).attempts, second.result(10).attempts) == (2, 1)
-    assert [[span.version for span in one.result(10).versions] for one in (first, second)] == [["2"], ["2"]]
+    assert (first.result(30).attempts, second.result(30).attempts) == (2, 1)
+    assert [[span.version for span in one.result(30).versions] for one in (first, second)] == [["2"], ["2"]]
     assert sorted(engine.prompts) == [[1], [1], [2]]
     third = desk.ask([3])
     engine.answer(next(iter(engine.asked)), {"type": "abort"})
-    assert third.result(10).finish == "abort"
+    assert third.result(30).finish == "abort"
     desk.loop.close()
     with pytest.raises(StateError, match="shut down"):
         desk.desk.generate([[4]], {}, logprobs=False, score_from=None, seconds=1.0, require_alive=lambda: None)
@@ -390,13 +390,13 @@ def test_a_restart_waits_for_no_request_that_is_still_on_its_way(desk: Desk) -> 
     engine.on_the_way = True
     first = desk.ask([1])
     desk.desk.hold()
-    desk.wait(desk.desk.take_back(), "restart", 2.0)
+    desk.wait(desk.desk.take_back(), "restart")
     engine.arrive()
     engine.version = 2
     desk.desk.admit()
     engine.compute()
     engine.answer_all()
-    answer = first.result(10)
+    answer = first.result(30)
     assert ([span.version for span in answer.versions], answer.attempts) == (["2"], 1)
 
 
@@ -416,7 +416,7 @@ def test_a_request_that_cannot_be_aborted_again_begins_again(desk: Desk) -> None
     wait_for(lambda: len(engine.asked) == 1)
     engine.compute()
     engine.answer_all()
-    answer = first.result(10)
+    answer = first.result(30)
     assert ([span.version for span in answer.versions], answer.attempts) == (["2"], 2)
     assert engine.prompts == [[1], [1]]
 
@@ -434,21 +434,21 @@ def test_requests_that_wait_for_their_grammar_are_taken_back_or_given_up(desk: D
     desk.wait(desk.desk.give_up(), "abort")
     for request in list(engine.asked):
         desk.wait(engine.cancel(request), "abort")
-    answer = first.result(10)
+    answer = first.result(30)
     assert (answer.finish, answer.tokens, answer.attempts) == ("abort", (), 2)
     wrong = desk.ask([2])
     engine.compiling = set(engine.asked)
     for request in list(engine.asked):
         desk.wait(engine.cancel(request), "test")
     with pytest.raises(ChannelError, match="AbortReq"):
-        wrong.result(10)
+        wrong.result(30)
 
 
 def test_a_restart_pauses_before_it_aborts(server: Server, engine: HttpEngine) -> None:
     """What an abort misses in a paused engine has no token yet."""
     server.hold = True
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(engine.generate, [[1]], {"max_new_tokens": 2}, seconds=20.0)
+        asked = pool.submit(engine.generate, [[1]], {"max_new_tokens": 2}, seconds=60.0)
         wait_for(lambda: engine.in_flight == 1)
         engine.pause("restart")
         assert [path for path, _ in server.calls if path != "generate"] == ["pause_generation", "abort_request"]
@@ -456,7 +456,7 @@ def test_a_restart_pauses_before_it_aborts(server: Server, engine: HttpEngine) -
         assert request.startswith("weftpub-")
         server.hold = False
         engine.continue_()
-        assert asked.result(20)[0].tokens == (7, 8)
+        assert asked.result(60)[0].tokens == (7, 8)
 
 
 def test_an_engine_outside_of_the_main_thread_needs_a_handler_for_its_dead_workers() -> None:

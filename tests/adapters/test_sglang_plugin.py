@@ -74,7 +74,7 @@ class World:
             switch.unlink()
 
     def ask_slowly(self, count: int, tokens: int) -> list[Future[list[Completion]]]:
-        """Requests that have made tokens, and will not have made all of them for a while: inside of `switched("slow")`."""
+        """Requests that have made tokens, and have not made all of them yet: inside of `switched("slow")`."""
         progress = switches(self.folder) / "progress"
         progress.unlink(missing_ok=True)
         asked = self.ask(count, tokens)

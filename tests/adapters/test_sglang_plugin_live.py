@@ -462,7 +462,7 @@ def test_a_reply_that_comes_late_is_nobodys_but_its_own() -> None:
 
     manager = SimpleNamespace(flush_cache=flush_cache, _subprocess_watchdog=None)
     engine: Any = SimpleNamespace(loop=loop, tokenizer_manager=manager, get_all_child_pids=list)
-    handle = LocalEngine(engine, deadlines=DriverDeadlines(*(0.2,) * 8))
+    handle = LocalEngine(engine, deadlines=DriverDeadlines(*(1.0,) * 8))
 
     def reply(success: bool) -> None:
         loop.call_soon_threadsafe(flushes.handle_recv, FlushCacheReqOutput(success=success))
@@ -472,6 +472,7 @@ def test_a_reply_that_comes_late_is_nobodys_but_its_own() -> None:
     with pytest.raises(DeadlineError, match="phase flush"):
         handle.flush()
     assert sent == ["flush"]  # the second waits for its turn, and is not sent behind anybody's back
+    handle._deadlines = DriverDeadlines(*(60.0,) * 8)
     reply(True)
     loop.call_soon_threadsafe(loop.call_later, 0.05, reply, False)
     assert not handle.flush()

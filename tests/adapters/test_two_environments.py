@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 import torch
-from cpu_engine import ENGINE, environment
+from cpu_engine import ENGINE, SWITCHES, environment
 from environments import Environments, prepare
 from layouts import BASE
 from safetensors.torch import load_file
@@ -140,10 +140,12 @@ def arguments(settings: Mapping[str, Any]) -> list[str]:
 
 def start(stack: ExitStack, log: Any, python: Path, script: Path, *options: object) -> "subprocess.Popen[str]":
     """A process of another environment; it and all that it started end with the stack."""
+    switches = Path(log.name).parent / "switches"
+    switches.mkdir(exist_ok=True)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
     process = subprocess.Popen(
         [str(python), str(script), *map(str, options)],
-        env={**kept, **environment(1)},
+        env={**kept, **environment(1), SWITCHES: str(switches)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE if script is TRAINER else log,
         stderr=log,
@@ -219,13 +221,21 @@ def test_answers_name_the_version_that_made_each_token(world: World) -> None:
     """A request is in flight while another version arrives: it ends with tokens of both."""
     old = world.publish()["version"]
     sampling = {"max_new_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(world.client.generate, [[9, 1]], sampling)
-        while not world.client.in_flight:
-            time.sleep(0.01)
-        time.sleep(0.5)  # some tokens
-        new = world.publish()["version"]
-        (found,) = asked.result(120)
+    slow, progress = (world.folder / "switches" / name for name in ("slow", "progress"))
+    progress.unlink(missing_ok=True)
+    slow.touch()
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(world.client.generate, [[9, 1]], sampling)
+            until = time.monotonic() + 60
+            while not progress.exists():  # some tokens
+                assert time.monotonic() < until, "nothing is generated" + said(world.folder)
+                time.sleep(0.01)
+            new = world.publish()["version"]
+            slow.unlink()
+            (found,) = asked.result(120)
+    finally:
+        slow.unlink(missing_ok=True)
     assert [span.version for span in found.versions] == [str(old), str(new)]
     token = 1
     for span in found.versions:

@@ -54,7 +54,7 @@ class Room:
             thread.stop()
         for number, (engine, peer) in enumerate(zip(self.engines, self.peers, strict=True)):
             receiver = Receiver(engine, run_id="run", version=engine.version)
-            self.threads[number] = self.stack.enter_context(ReceiverThread(receiver, peer.address))
+            self.threads[number] = ReceiverThread(receiver, peer.address).__enter__()
 
     def recorded(self) -> int | None:
         """The version that the record commits."""
@@ -69,16 +69,22 @@ def open_room(
     folder = folder / f"room{next(_NUMBERS)}"
     with ExitStack() as stack:
         engines, peers, threads = [], [], []
+        stack.callback(_stop, threads)  # after all publishers have said goodbye
         for engine in range(world.engines):
             for rank in range(world.ranks):
                 fake = FakeEngine(world, engine, rank, device=options.pop("device", "cpu"))
                 load(fake, version)
                 receiver = Receiver(fake, run_id="run", version=version, silence=silence)
                 address = unix_address(folder / "s", f"r{len(engines)}")
-                threads.append(stack.enter_context(ReceiverThread(receiver, address)))
+                threads.append(ReceiverThread(receiver, address).__enter__())
                 peers.append(Peer(len(engines), address, fake.name))
                 engines.append(fake)
         yield Room(world, folder, engines, peers, stack, options, threads)
+
+
+def _stop(threads: list[ReceiverThread]) -> None:
+    for thread in threads:
+        thread.stop()
 
 
 def load(engine: FakeEngine, version: int | None) -> None:

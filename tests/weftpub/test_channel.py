@@ -19,7 +19,7 @@ from weftpub.wire.identity import process_identity
 
 
 def echo_once(server: ChannelServer) -> None:
-    received = server.receive(5)
+    received = server.receive(30)
     assert received is not None
     server.send(received[0], received[1].upper())
 
@@ -28,9 +28,9 @@ def test_a_request_and_its_reply(tmp_path: Path) -> None:
     address = unix_address(tmp_path / "s", "a")
     with ChannelServer(address) as server:
         client = ChannelClient(address)
-        assert client.try_send(b"hello", 5)
+        assert client.try_send(b"hello", 30)
         echo_once(server)
-        assert wait_any([client], 5) == [client]
+        assert wait_any([client], 30) == [client]
         assert client.take() == b"HELLO"
         assert client.take() is None
         client.close()
@@ -159,9 +159,9 @@ def test_tcp_admits_known_keys_only() -> None:
     stranger = CurveKeys(*CurveKeys.generate_pair(), (server_keys.public,))
     with ChannelServer("tcp://127.0.0.1:0", server_keys) as server:
         client, other = ChannelClient(server.address, client_keys), ChannelClient(server.address, stranger)
-        assert client.try_send(b"hello", 5)
+        assert client.try_send(b"hello", 30)
         echo_once(server)
-        assert wait_any([client], 5) == [client]
+        assert wait_any([client], 30) == [client]
         other.try_send(b"let me in", 1)
         assert server.receive(0.5) is None
         client.close()
@@ -204,8 +204,8 @@ def test_nothing_is_queued_for_a_server_that_is_not_there(tmp_path: Path) -> Non
     client = ChannelClient(address)
     assert not client.try_send(b"stale", 0.1)
     with ChannelServer(address) as server:
-        assert client.try_send(b"fresh", 5)
-        received = server.receive(5)
+        assert client.try_send(b"fresh", 30)
+        received = server.receive(30)
         assert received is not None
         assert received[1] == b"fresh"
     client.close()
@@ -217,7 +217,7 @@ def test_deadlines_name_peer_phase_times_and_cause() -> None:
     assert deadline.passed
     assert deadline.left == 0
     with pytest.raises(
-        DeadlineError, match=r"engine0 rank 1 \(host h, pid 7, GPU-x\).*verify after 0\.\d s of 0.01 s allowed; stuck"
+        DeadlineError, match=r"engine0 rank 1 \(host h, pid 7, GPU-x\).*verify after \d+\.\d s of 0.01 s allowed; stuck"
     ):
         raise deadline.error("stuck")
     deadline.restart()

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -50,6 +51,11 @@ GATE = "model.layers.0.mlp.experts.0.gate_proj.weight"
 def room(tmp_path: Path) -> Generator[Room]:
     with open_room(SMALL, tmp_path) as opened:
         yield opened
+
+
+def only(**seconds: float) -> Deadlines:
+    """Deadlines that a test is about; the others no busy machine misses."""
+    return Deadlines(**{**vars(Deadlines.all(30)), **seconds})
 
 
 def states(publisher: Publisher) -> list[str]:
@@ -293,13 +299,16 @@ class TestEngineFailures:
         """One rank hung and the others sat in a barrier for two hours. The wait ends at its deadline and names rank,
         phase and times; rank 0, which answers, is not held up."""
         with open_room(SMALL, tmp_path) as room:
-            publisher = room.publisher(deadlines=Deadlines.all(0.5))
-            room.engines[1].hang_in[method] = 1.5
             phase = {"post_process": "verify"}.get(method, method)
-            with pytest.raises(
-                DeadlineError, match=rf"rank 1 \(host .*, pid \d+, cpu\): .* phase {phase} after \d+\.\d s of 0\.5 s"
-            ):
+            publisher = room.publisher(deadlines=only(**{phase: 0.75}))
+            room.engines[1].hang_in[method] = 2.0
+            with pytest.raises(DeadlineError) as caught:
                 publisher.publish(1, SMALL.sources(0, 1))
+            # On a busy machine rank 0 may be late as well; then it is named first.
+            assert re.search(
+                rf"rank 1 \(host .*, pid \d+, cpu\): .* phase {phase} after \d+\.\d s of 0\.75 s",
+                "\n".join((str(caught.value), *caught.value.__notes__)),
+            )
             room.engines[1].hang_in.clear()
             patient = room.publisher()
             recovered = patient.recover()
@@ -414,7 +423,7 @@ class TestSeveralEngines:
 
     def test_continue_with_an_engine_that_is_not_there(self, room: Room) -> None:
         peers = [*room.peers[:3], Peer(3, room.peers[3].address + "x", "engine1")]
-        publisher = room.publisher(on_engine_failure="continue", peers=peers, deadlines=Deadlines.all(0.5))
+        publisher = room.publisher(on_engine_failure="continue", peers=peers, deadlines=only(hello=1.5))
         report = publisher.publish(1, self.world.sources(0, 1))
         assert report.engines["engine1"].error
         assert [e.version for e in room.engines] == [1, 1, 0, 0]
@@ -428,12 +437,11 @@ class TestSeveralEngines:
 
         def stall(self: Reception, chunk: Any, transports: Any) -> None:
             if self._plans.table.part.rank == 3 and chunk.sequence == 1 and not stuck.is_set():
-                stuck.wait(1.5)
+                stuck.wait(4.0)
             take(self, chunk, transports)
 
         monkeypatch.setattr(Reception, "take", stall)
-        deadlines = Deadlines(**{**vars(Deadlines.all(20)), "chunk": 0.4, "hello": 0.4})
-        publisher = room.publisher(on_engine_failure="continue", deadlines=deadlines)
+        publisher = room.publisher(on_engine_failure="continue", deadlines=only(chunk=1.5))
         report = publisher.publish(1, self.world.sources(0, 1))
         assert "chunks of version 1" in report.engines["engine1"].error
         for engine in room.engines[:2]:
@@ -798,7 +806,7 @@ def test_receivers_that_are_not_there_are_waited_for_together(tmp_path: Path) ->
     """An engine of eight ranks had not been started, and a greeting took eight deadlines: each began to be waited for
     when the one before had been given up."""
     peers = [Peer(rank, unix_address(tmp_path / "s", f"r{rank}"), "engine0") for rank in range(8)]
-    asked = Observer("run", peers, deadlines=Deadlines.all(1.0))
+    asked = Observer("run", peers, deadlines=Deadlines.all(2.0))
     ended = threading.Event()
     errors: list[BaseException] = []
 
@@ -811,7 +819,7 @@ def test_receivers_that_are_not_there_are_waited_for_together(tmp_path: Path) ->
         ended.set()
 
     threading.Thread(target=ask, daemon=True).start()
-    assert ended.wait(5.0), "eight receivers were waited for one after the other"
+    assert ended.wait(12.0), "eight receivers were waited for one after the other"
     assert "nobody listens" in str(errors[0])
     assert len(errors[0].__notes__) == 7
 
@@ -824,7 +832,7 @@ def test_a_receiver_that_is_there_has_all_of_its_time_behind_one_that_is_not(roo
     links = [PeerLink(peer, "run", "a" * 16, here, context) for peer in (absent, room.peers[1])]
     hello = {"role": "observer", "identity": here}
     exchange({links[1]: (m.Hello, hello)}, "hello", 10.0)
-    replies, faults = exchange(dict.fromkeys(links, (m.Describe, {})), "describe", 1.0)
+    replies, faults = exchange(dict.fromkeys(links, (m.Describe, {})), "describe", 2.5)
     assert list(replies) == [links[1]]
     assert list(faults) == [links[0]]
     for link in links:

@@ -25,7 +25,7 @@ from weftpub.transport import CopyTable
 from weftpub.version import EngineState as S
 
 WORLD = World(experts=4, ep=2, extra=(("model.norm.weight", (256,), torch.float32),))
-SILENCE_S = 3.0
+SILENCE_S = 6.0  # a busy machine keeps a publisher from speaking for a while
 
 pytestmark = pytest.mark.slow
 
@@ -145,7 +145,7 @@ def test_a_receiver_that_is_dead_before_the_greeting(
             ChannelError, match=rf"receiver rank 1 at ipc.*listened there .*pid {dead}\) has ended.*phase hello"
         ):
             asking.publish(112, WORLD.sources(0, 112))
-        assert time.monotonic() - start < 10, "the death was only noticed by the deadline"
+        assert time.monotonic() - start < 25, "the death was only noticed by the deadline"
     asking.close()
     assert remotes[0].call("get", "serving") is True  # nothing was begun
     restart(remotes, 1)
@@ -167,7 +167,7 @@ def test_a_receiver_that_dies_before_it_answers_the_greeting(
     start = time.monotonic()
     with pytest.raises(ChannelError, match=rf"listened there .*pid {dead}\) has ended.*phase hello"):
         publisher.publish(122, WORLD.sources(0, 122))
-    assert time.monotonic() - start < 10, "the death was only noticed by the deadline"
+    assert time.monotonic() - start < 25, "the death was only noticed by the deadline"
     restart(remotes, 1)
     with make_publisher(remotes, tmp_path) as later:
         later.publish(123, WORLD.sources(0, 123))
@@ -189,10 +189,11 @@ class Moment:
         self.owner, self.method, self.calls, self.fenced = owner, method, calls, fenced
 
 
+SILENT = f"said nothing for {SILENCE_S:g} s in the middle of version"
 MOMENTS = {
     "before the first byte": Moment(Transfer, "_post_next", 0, ""),
-    "in the middle": Moment(Transfer, "_post_next", 3, "said nothing for 3 s in the middle of version"),
-    "after the last byte": Moment(Coordinator, "ask_to_verify", 0, "said nothing for 3 s in the middle of version"),
+    "in the middle": Moment(Transfer, "_post_next", 3, SILENT),
+    "after the last byte": Moment(Coordinator, "ask_to_verify", 0, SILENT),
     "after verification": Moment(Publisher, "_record", 0, ""),
     "after the record": Moment(Coordinator, "commit", 0, ""),
 }

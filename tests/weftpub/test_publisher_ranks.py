@@ -280,7 +280,7 @@ class TestGroups:
         groups = ThreadGroup.of_size(2)
         for group in groups:
             group.begin("a")
-        found = run_ranks([lambda g=g: agree(g, "p", 5, lambda: g.rank, conclude, allowance=1) for g in groups])
+        found = run_ranks([lambda g=g: agree(g, "p", 30, lambda: g.rank, conclude, allowance=1) for g in groups])
         assert [str(error) for error in found] == ["no", "sender rank 0: no"]
         assert all(isinstance(error, PlanError) for error in found)
 
