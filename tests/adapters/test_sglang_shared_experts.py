@@ -18,7 +18,7 @@ from weftpub.memory import SharedAllocation, SharedAllocator, SharedState
 from weftpub.receive.shared import SharedEngineSide
 from weftpub.store import ExpertStore
 from weftpub.store.shared import layout_of, shared_catalogue
-from weftpub_adapters.sglang import ServedModel, SGLangEngine, build_model, shared_experts_pool
+from weftpub_adapters.sglang import ServedModel, SGLangEngine, build_model, shared_experts, shared_experts_pool
 from weftpub_adapters.sglang.shared_experts import (
     SETTING,
     engine_side,
@@ -137,6 +137,27 @@ def test_an_engine_that_comes_back_serves_what_is_there_and_drops_what_it_loaded
         assert second.memory.standing().serving
         second.memory.stop_serving()
         second.memory.leave()
+    finally:
+        first.memory.leave()
+
+
+def test_a_trainer_that_was_quicker_keeps_its_bytes(
+    served: ServedModel, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine had made the memory, and a trainer that joined at once wrote its first generation before the engine
+    put its own weights there."""
+    first = share(served, folder)
+    try:
+        write(store_over(first.memory), 1)
+        expected = {name: p.data.view(torch.uint8).clone() for name, p in experts_of(served).items()}
+        again = build_model(LAYOUTS["tp1"].config, **LAYOUTS["tp1"].request(0))
+        fill(again, seed=5)
+        monkeypatch.setattr(shared_experts, "_join", lambda *_: (first.memory, True))
+        second = share(again, folder)
+        assert (second.filled, second.loaded) == (False, None)
+        for name, parameter in experts_of(again).items():
+            assert torch.equal(parameter.data.view(torch.uint8), expected[name])
+        assert first.memory.standing().generation == 1
     finally:
         first.memory.leave()
 
