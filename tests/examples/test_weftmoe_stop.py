@@ -16,7 +16,7 @@ from weftmoe.loop.checkpoint import LoopState
 from weftmoe.loop.stop import CutShort, Pace, StopNotice, run_until
 from weftmoe.rundir import claim, note_stop, stopped_path
 from weftmoe.telemetry import Counters, Timers
-from weftpub.errors import ConfigError, StateError
+from weftpub.errors import ChannelError, ConfigError, StateError
 
 LIMIT_S = 60.0
 
@@ -271,6 +271,19 @@ def test_told_in_the_rollout_the_step_before_is_saved(loops: Any, tmp_path: Path
     assert events[-5:] == ["publish 2", "rollout 3", "close", "reload", "save 2"]
     assert (result.steps, result.version, result.stopped) == (2, 2, True)
     assert stopped_path(tmp_path).read_text() == '{"step": 2}\n'
+
+
+def test_an_engine_that_does_not_end_keeps_nobody_from_saving(
+    loops: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def close(self: Looped) -> None:
+        self.ended.set()
+        raise ChannelError("engine workers [7] did not end within 30 s")
+
+    monkeypatch.setattr(Looped, "_close", close)
+    ((events, result),) = loops([on("rollout 3")])
+    assert events[-2:] == ["reload", "save 2"]
+    assert (result.steps, result.stopped) == (2, True)
 
 
 def test_what_is_saved_already_is_not_saved_again(loops: Any) -> None:

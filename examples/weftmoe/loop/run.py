@@ -49,7 +49,7 @@ from weftmoe.telemetry import (
     training_flops,
     turn_lengths,
 )
-from weftpub.errors import ConfigError, StateError
+from weftpub.errors import ConfigError, StateError, WeftpubError
 
 __all__ = ["RunResult", "run"]
 
@@ -186,9 +186,7 @@ class _Run:
         run_id = self._ranks.broadcast(f"weftmoe-{uuid.uuid4().hex[:12]}")
         self._run_id: str = run_id
         stops = stop_tokens(self._tokenizer, self._inputs.hf_config, self._inputs.model)
-        rollout = make_rollout(
-            self._settings, self._inputs.model, self._inputs.hf_config, stops, run_id, self._shared
-        )
+        rollout = make_rollout(self._settings, self._inputs.model, self._inputs.hf_config, stops, run_id, self._shared)
         stack.callback(rollout.close)
         rollout.start()
         return rollout
@@ -369,7 +367,10 @@ class _Run:
         """
         self._stopping = True
         self._progress.note(f"step {step}: told to end, and there is no time for the rest of it")
-        self._rollout.close()
+        try:
+            self._rollout.close()
+        except WeftpubError as error:  # a step that can be saved is worth the try
+            self._progress.note(f"the engine did not end: {error}")
         self._ranks.barrier()
         if self._saved != self._state.step and self._settings.checkpoint.save != "off":
             self._trainer.reload()
