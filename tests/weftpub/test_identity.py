@@ -1,6 +1,12 @@
 """GPUs are known by what they are, however CUDA_VISIBLE_DEVICES lists them in each process; MIG slices are refused."""
 
+import platform
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Generator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +14,7 @@ import torch
 
 from weftpub.errors import ConfigError
 from weftpub.wire import gpu_uuid, local_identity
-from weftpub.wire.identity import device_index, process_identity
+from weftpub.wire.identity import device_index, process_alive, process_identity
 
 UUIDS = ("1f0d0a52-0000", "2b7c9d14-0000", "3a81e6f0-0000", "4c55b3aa-0000")
 
@@ -62,3 +68,37 @@ def test_a_mig_slice_is_refused_by_name(visible: Callable[..., None]) -> None:
     with pytest.raises(ConfigError, match=r"cuda:0 is a MIG slice \(NVIDIA H200 MIG 1g.18gb\); run .* on whole GPUs"):
         local_identity()
     assert process_identity().gpus == ()
+
+
+def state_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def test_a_killed_process_exists_until_its_last_thread_is_gone() -> None:
+    """A killed trainer's first thread was a zombie at once; another one was still closing the GPU, whose kernels wrote
+    into the memory that the next trainer had begun to write."""
+    script = (
+        "import ctypes, threading, time\n"
+        "threading.Thread(target=time.sleep, args=(600,)).start()\n"
+        f"ctypes.CDLL(None).syscall({60 if platform.machine() == 'x86_64' else 93}, 0)\n"  # exit, of the first thread
+    )
+    process = subprocess.Popen([sys.executable, "-c", script])
+    here = process_identity()
+
+    def wait_for(what: Callable[[], bool]) -> None:
+        until = time.monotonic() + 60
+        while not what():
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+    try:
+        wait_for(lambda: state_of(process.pid)[0] == "Z")
+        other = here.model_copy(update={"pid": process.pid, "started": int(state_of(process.pid)[19])})
+        assert process_alive(other, here)
+        process.send_signal(signal.SIGKILL)
+        wait_for(lambda: not process_alive(other, here))
+        assert state_of(process.pid)[0] == "Z"  # nobody has reaped it
+    finally:
+        process.kill()
+        process.wait(30)
+    assert not process_alive(other, here)

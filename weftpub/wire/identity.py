@@ -88,25 +88,29 @@ def process_identity() -> Identity:
 def process_alive(peer: Identity, here: Identity) -> bool:
     """Whether the peer's process exists, as far as this process can tell: True for processes of other hosts and
     namespaces.
+
+    One that was killed exists until its last thread is gone: until then the kernel has not closed its files, so its
+    work on a GPU may go on and write to memory that others map.
     """
     if not here.same_host(peer) or not here.pid_space or here.pid_space != peer.pid_space:
         return True
     try:
-        state, started = _process(peer.pid)
+        state, started, threads = _process(peer.pid)
     except FileNotFoundError:
         return False
     except OSError:
         return True
-    return state not in ("Z", "X") and started == peer.started  # a zombie has ended, it only waits to be reaped
+    # A zombie has ended and only waits to be reaped, unless it is the first of several threads.
+    return started == peer.started and (state not in ("Z", "X") or threads > 1)
 
 
-def _process(pid: int) -> tuple[str, int]:
-    """State letter and start time of a process.
+def _process(pid: int) -> tuple[str, int, int]:
+    """State letter of a process' first thread, its start time, and how many threads it has.
 
     Its command may hold spaces and parentheses; both come after the last one.
     """
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return fields[0], int(fields[19])
+    return fields[0], int(fields[19]), int(fields[17])
 
 
 def _read(path: str) -> str:
