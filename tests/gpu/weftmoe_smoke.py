@@ -22,7 +22,8 @@ SIGTERM. Exits with 1 if a check fails. Models, checkpoints and runs lie under D
               and of the one that was told, nothing computed twice
     shared    fp8, experts copied and experts in memory that trainer and engine both map: the same bytes at each step,
               in the second without moving the experts (left out unless asked for)
-    two-gpus  fp8 on two GPUs: trainer TP2/EP2 and DP2/EP2, rollout EP2 and MoE-TP2 (left out unless asked for)
+    two-gpus  fp8 on two GPUs: trainer TP2/EP2 and DP2/EP2, rollout EP2 and MoE-TP2, and once with experts in one memory
+              a GPU (left out unless asked for)
 
 Runs are processes of their own, `--side-by-side` at a time, those of all sections together. A run that takes longer
 than `--limit`, or that is under way when `--seconds` are over, is ended; its steps count, and a check says so. To try
@@ -71,6 +72,7 @@ TWO_GPUS = {
     "dp2-to-ep2": ("rollout.expert=2",),
     "tp2-to-tp2": ("train.tensor=2", "train.sequence_parallel=true"),
     "dp2-to-tp2": (),
+    "dp2-to-ep2-shared": ("rollout.expert=2", "publish.experts=shared"),
 }
 
 
