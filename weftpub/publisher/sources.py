@@ -142,12 +142,15 @@ class SourceIndex:
         self._names: dict[int, str] = {}
         self._last: _Given | None = None
         self._table: RegionTable | None = None
-        self._needs: dict[str, tuple[int, str]] = {}
+        self._needs: dict[str, tuple[int, torch.dtype]] = {}
         for name, view in views.items():
             last = view.offset + sum((n - 1) * k for n, k in zip(view.shape, view.stride, strict=True))
-            most, dtype = self._needs.get(view.param, (-1, view.dtype))
-            if dtype != view.dtype:
-                raise PlanError(f"{name}: views of buffer {view.param} have two dtypes, {dtype} and {view.dtype}")
+            dtype = torch_dtype(view.dtype)
+            most, first = self._needs.get(view.param, (-1, dtype))
+            if first is not dtype:
+                raise PlanError(
+                    f"{name}: views of buffer {view.param} have two dtypes, {dtype_name(first)} and {view.dtype}"
+                )
             self._needs[view.param] = max(most, last), dtype
 
     @property
@@ -226,15 +229,15 @@ class SourceIndex:
             raise PlanError(f"buffers are viewed but were not handed over: {listing(absent)}")
         for name, (last, dtype) in self._needs.items():
             buffer = buffers[name]
-            if buffer.dtype is torch_dtype(dtype) and buffer.is_contiguous() and last < buffer.numel():
+            if buffer.dtype is dtype and buffer.is_contiguous() and last < buffer.numel():
                 continue
             reach = (
                 sum((n - 1) * k for n, k in zip(buffer.shape, buffer.stride(), strict=True)) if buffer.numel() else -1
             )
-            if last > reach or dtype_name(buffer.dtype) != dtype:
+            if last > reach or buffer.dtype is not dtype:
                 raise PlanError(
-                    f"buffer {name} is {dtype_name(buffer.dtype)} {list(buffer.shape)}, its views are {dtype} and end "
-                    f"at element {last}; "
+                    f"buffer {name} is {dtype_name(buffer.dtype)} {list(buffer.shape)}, its views are "
+                    f"{dtype_name(dtype)} and end at element {last}; "
                     "was its memory released, or has it been replaced?"
                 )
 
