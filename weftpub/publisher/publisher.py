@@ -278,7 +278,7 @@ class Publisher:
             return {"nonce": manifest.nonce, "failed": list(coordinator.failed)}
 
         d = self._deadlines
-        announced = self._agree("announce", work, conclude, d.hello + d.plan + d.pause + d.begin)
+        announced = self._agree("announce", work, conclude, 2 * d.hello + d.plan + d.pause + d.begin)
         self._left_out = set(announced["failed"])
         return str(announced["nonce"])
 
@@ -470,7 +470,7 @@ class Publisher:
             return action(coordinator)
 
         d = self._deadlines
-        return self._agree(phase, lambda: None, conclude, d.hello + d.plan + d.pause + d.commit + d.resume)
+        return self._agree(phase, lambda: None, conclude, 2 * d.hello + d.plan + d.pause + d.commit + d.resume)
 
     def _agree(
         self, phase: str, work: Callable[[], Any], conclude: Callable[[list[Any]], Any], allowance: float
