@@ -586,6 +586,25 @@ def test_a_silent_publisher_is_taken_for_dead() -> None:
     assert "said nothing for 60 s in the middle of version 2" in driver.engine.fenced
 
 
+def test_a_publisher_of_several_ranks_may_be_silent_while_they_wait_for_each_other() -> None:
+    """A rank may be as late as its group's deadline allows, 300 s; the receivers tore what they had after 180 s."""
+    driver = Driver(silence=60)
+    driver.ask(m.Pause)
+    driver.begin(2, quiet=100.0)
+    driver.chunk(0)
+    driver.time_passes(99)
+    driver.receiver.tick()
+    assert driver.state is S.RECEIVING
+    driver.time_passes(2)
+    driver.receiver.tick()
+    assert driver.state is S.TORN
+    assert "said nothing for 100 s" in driver.engine.fenced
+    driver.begin(3)
+    driver.time_passes(61)
+    driver.receiver.tick()
+    assert driver.state is S.TORN
+
+
 def test_a_new_engine_stays_out_until_it_has_all_of_a_version() -> None:
     driver = Driver(version=None)
     assert driver.state is S.TORN

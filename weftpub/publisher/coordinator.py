@@ -37,6 +37,7 @@ class Coordinator:
         here: this process.
         take_epoch: called once, when the receivers have been heard: given the highest epoch among theirs, this
             publisher's.
+        quiet: see `Begin`.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Coordinator:
         deadlines: Deadlines,
         here: Identity,
         take_epoch: Callable[[int], int],
+        quiet: float,
     ) -> None:
         self.links = tuple(links)
         self.failed: dict[str, WeftpubError] = {}
@@ -54,6 +56,7 @@ class Coordinator:
         self._here = here
         self._take_epoch = take_epoch
         self._epoch: int | None = None
+        self._quiet = quiet
         self._posted: dict[PeerLink, int] = {}
         self._begun: dict[PeerLink, int] = {}
         self._served: set[str] = set()
@@ -146,7 +149,7 @@ class Coordinator:
 
     def begin(self, manifest: Manifest, *, allow_rollback: bool, meanwhile: Callable[[], None] | None = None) -> None:
         """Announce a version to everybody; `meanwhile` is called while they take it in."""
-        fields = _begin_fields(manifest, allow_rollback)
+        fields = _begin_fields(manifest, allow_rollback, self._quiet)
         self._ask(m.Begin, fields, "begin", self._deadlines.begin, meanwhile=meanwhile)
 
     def begin_ahead(self, manifest: Manifest, *, allow_rollback: bool) -> bool:
@@ -160,7 +163,7 @@ class Coordinator:
         if len(self.links) != 1 or not self.alive:
             return False
         link = self.links[0]
-        number = link.post_ahead(m.Begin, **_begin_fields(manifest, allow_rollback)(link))
+        number = link.post_ahead(m.Begin, **_begin_fields(manifest, allow_rollback, self._quiet)(link))
         if number is not None:
             self._begun[link] = number
         return number is not None
@@ -282,7 +285,7 @@ class Coordinator:
         return replies
 
 
-def _begin_fields(manifest: Manifest, allow_rollback: bool) -> Callable[[PeerLink], _Fields]:
+def _begin_fields(manifest: Manifest, allow_rollback: bool, quiet: float) -> Callable[[PeerLink], _Fields]:
     common: _Fields = {
         "version": manifest.version,
         "nonce": manifest.nonce,
@@ -291,6 +294,7 @@ def _begin_fields(manifest: Manifest, allow_rollback: bool) -> Callable[[PeerLin
         "leaves": manifest.leaves,
         "digest": manifest.digest,
         "allow_rollback": allow_rollback,
+        "quiet": quiet,
     }
     return lambda link: {**common, "checksums": manifest.checksums[link.peer.rank]}
 

@@ -492,7 +492,8 @@ class Publisher:
             self._link(self._session)
             links = list(self._links.values())
             take = partial(take_epoch, self._commit_path)
-            self._coordinator = Coordinator(links, self._policy, self._deadlines, self._here, take)
+            quiet = self._deadlines.group if self._group.size > 1 else 0.0  # how long ranks wait for each other
+            self._coordinator = Coordinator(links, self._policy, self._deadlines, self._here, take, quiet)
         return self._coordinator
 
     def _link(self, session: str) -> None:

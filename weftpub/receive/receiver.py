@@ -67,7 +67,8 @@ class Receiver:
         run_id: the run whose publishers are listened to; those of others are refused.
         version: the published version that the engine was loaded with, None if it holds none: then it is TORN until a
             complete publish.
-        silence: seconds without a word in the middle of a publish after which the publisher is taken for dead.
+        silence: seconds without a word in the middle of a publish after which the publisher is taken for dead, unless
+            it asked for more when it began.
         transports: by kind; by default all that this process can use.
     """
 
@@ -82,7 +83,7 @@ class Receiver:
     ) -> None:
         self._engine = engine
         self._run_id = run_id
-        self._silence = silence
+        self._silence = self._allowed = silence
         self._state = VersionState.started(version)
         self._session: _Session | None = None
         self._observers: deque[str] = deque(maxlen=_OBSERVERS)
@@ -147,9 +148,9 @@ class Receiver:
 
     def tick(self) -> None:
         """Look at the clock: a publisher silent for too long in the middle of a publish is taken for dead."""
-        if self._state.state is EngineState.RECEIVING and time.monotonic() - self._heard > self._silence:
+        if self._state.state is EngineState.RECEIVING and time.monotonic() - self._heard > self._allowed:
             self._give_up(
-                f"its publisher said nothing for {self._silence:g} s in the middle of version {self._state.incoming}"
+                f"its publisher said nothing for {self._allowed:g} s in the middle of version {self._state.incoming}"
             )
 
     def status(self) -> m.StatusReport:
@@ -314,6 +315,7 @@ class Receiver:
         reception = Reception(self.rank, request, bound, self._plans, self._engine.live_tensors())
         self._state.begin(request.version)
         self._reception = reception
+        self._allowed = max(self._silence, request.quiet)
         self._require_resident()  # an engine that gave its memory away before this saw no receive to wait for
         return self._done(request)
 

@@ -151,6 +151,8 @@ class Begin(_Request):
         leaves: receiver rank to the hash of its checksums.
         digest: of the whole manifest; the receiver computes it too.
         allow_rollback: accept a version below the one that is held.
+        quiet: seconds for which the publisher may have nothing to say although it lives: its sender ranks wait for each
+            other. A receiver that allows less silence by itself allows this much.
     """
 
     kind: Literal["begin"] = "begin"
@@ -162,6 +164,7 @@ class Begin(_Request):
     leaves: dict[int, str]
     digest: str = _DIGEST
     allow_rollback: bool = False
+    quiet: float = Field(default=0.0, ge=0, le=86_400)
 
 
 class PackedLayout(_Message):
