@@ -129,17 +129,18 @@ def _presets(as_json: Annotated[bool, typer.Option("--json", help="Print the rec
         print(json.dumps(rows, indent=2))
         return
     table = Table(title="Quantizer presets (value = code x dequant scale, blocks of 128 x 128)")
-    for heading in ("preset", "source", "input", "amax floor", "runs on", "publish", "note"):
+    for heading in ("preset", "input", "floor", "runs on", "whose bytes, and what to know"):
         table.add_column(heading, overflow="fold")
     for name, recipe in PRESETS.items():
         table.add_row(
             name,
-            escape(recipe.source),
             _dtype_name(recipe),
             f"{recipe.amax_floor:g}" if recipe.amax_floor else "none",
             "CPU, GPU" if recipe.ieee else "GPU",
-            "yes" if recipe.publishable else "no",
-            escape(recipe.note),
+            escape(
+                "; ".join(filter(None, (recipe.source, recipe.note, "" if recipe.publishable else "not publishable")))
+            ),
+            end_section=True,
         )
     Console().print(table)
 

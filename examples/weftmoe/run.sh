@@ -13,6 +13,7 @@ usage: run.sh baseline|bf16|fp8 [options] [block.key=value ...]
   --length 8k|16k      token limits (8k)
   --optimizer NAME     muon (default) or adamw
   --gpus N             GPUs of each machine (8)
+  --gpu-memory GB      of one GPU as it is sold, for the plan (141)
   --nodes N            machines (1); then on each of them
     --node-rank I        which one this is, from 0
     --master HOST:PORT   machine 0 (127.0.0.1:29500)
@@ -73,7 +74,7 @@ save_grace=240
 on_term=end
 while (($#)); do
   case "$1" in
-    --model | --data | --length | --optimizer | --nodes | --node-rank | --master | --gpus | --steps | --out | --seed)
+    --model | --data | --length | --optimizer | --nodes | --node-rank | --master | --gpus | --gpu-memory | --steps | --out | --seed)
       [[ $# -ge 2 ]] || fail_usage "$1 needs a value"
       launch+=("$1" "$2")
       case "$1" in

@@ -412,6 +412,7 @@ def test_the_scripts_are_clean(name: str) -> None:
 
 def test_the_machine_is_checked_first(fake: Path) -> None:
     options = ("--model", "m", "--data", "d", "--length", "16k", "--nodes", "2", "--gpus", "4", "--steps", "3")
+    options += ("--gpu-memory", "80")
     code, out = finish(script(fake, "fp8", *options, "--out", "o", "--seed", "1", "a.b=c"))
     assert code == 0, out
     first, second = calls(fake)

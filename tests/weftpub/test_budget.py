@@ -274,6 +274,17 @@ def test_the_command_compares_variants(capsys: pytest.CaptureFixture[str]) -> No
     assert "FP32 main gradients" in out
 
 
+@pytest.mark.parametrize(("gpus", "tensor"), [("1", 1), ("8", 2)])
+def test_the_commands_own_sizes_fit_the_number_of_gpus(
+    gpus: str, tensor: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One GPU was refused for a tensor parallel size that nobody had asked for."""
+    run("--model", "qwen3-30b-a3b", "--variant", "fp8", "--gpus", gpus, "--json")
+    own = capsys.readouterr().out
+    run("--model", "qwen3-30b-a3b", "--variant", "fp8", "--gpus", gpus, "--json", "--tensor", str(tensor))
+    assert json.loads(own) == json.loads(capsys.readouterr().out)
+
+
 def test_the_commands_json_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--model", "qwen3.5-122b-a10b", "--variant", "baseline", "--variant", "fp8", "--json") == 1
     baseline, fp8 = json.loads(capsys.readouterr().out)

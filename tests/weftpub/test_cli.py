@@ -34,7 +34,7 @@ def test_presets_as_json_lists_every_preset(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_presets_as_table_shows_every_name(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "80")  # a terminal as it is opened
     assert cli.run(["presets"], commands={}) == 0
     shown = capsys.readouterr().out
     assert [name for name in PRESETS if name not in shown] == []

@@ -32,7 +32,10 @@ def plan(
     variant: Annotated[list[_Variant] | None, typer.Option(help="Which to compare; all three by default.")] = None,
     optimizer: Annotated[_Rule, typer.Option(help="Update rule.")] = _Rule.MUON,
     cpu_offload: Annotated[bool, typer.Option(help="Baseline: Megatron's own CPU offload (AdamW).")] = False,
-    tensor: Annotated[int, typer.Option(help="Trainer's tensor parallel size.", min=1)] = 2,
+    tensor: Annotated[
+        int | None,
+        typer.Option(help="Trainer's tensor parallel size; 2, or 1 for an odd number of GPUs.", min=1),
+    ] = None,
     expert: Annotated[int | None, typer.Option(help="Trainer's expert parallel size; all GPUs by default.")] = None,
     rollout_tensor: Annotated[int | None, typer.Option(help="GPUs of one engine; all by default.")] = None,
     rollout_data: Annotated[int | None, typer.Option(help="DP attention size; all GPUs by default, 1 is off.")] = None,
@@ -53,6 +56,7 @@ def plan(
 
     shape = load_shape(model)
     ranks = gpus if rollout_tensor is None else rollout_tensor
+    split = 2 - gpus % 2 if tensor is None else tensor
     limits = Limits(
         microbatch_tokens=microbatch,
         total_tokens=total,
@@ -73,7 +77,7 @@ def plan(
             variant=one.value,
             rule=optimizer.value,
             trainer=Trainer(
-                world=gpus, tensor=tensor, expert=gpus if expert is None else expert, sequence_parallel=tensor > 1
+                world=gpus, tensor=split, expert=gpus if expert is None else expert, sequence_parallel=split > 1
             ),
             engine=Engine(
                 tensor=ranks,

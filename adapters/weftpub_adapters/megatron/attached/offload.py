@@ -57,16 +57,16 @@ class OffloadTags:
         """Free the device memory of some tags.
 
         Args:
-            tags: which; all three if none is given.
+            tags: which; all that are still there if none is given.
             api: how parameters that weftpub does not manage are moved, see
                 `weftpub_adapters.megatron.attached.buffers`.
             keep: keep W and scales on the host; False makes `reload` quantize them again from the masters, and checks
                 the bytes.
 
         Raises:
-            StateError: a tag is offloaded already. DeadlineError: a publish or checkpoint still reads.
+            StateError: a named tag is offloaded already. DeadlineError: a publish or checkpoint still reads.
         """
-        chosen = self._chosen(tags)
+        chosen = self._chosen(tags) if tags else tuple(tag for tag in get_args(Tag) if tag not in self._offloaded)
         for tag in chosen:
             if tag in self._offloaded:
                 raise StateError(f"{tag!r} is offloaded already; reload it first")
@@ -84,8 +84,12 @@ class OffloadTags:
     def reload(self, *tags: Tag) -> None:
         """Take back the device memory of some tags, in the same tensors.
 
+        Args:
+            tags: which; all that are away if none is given.
+
         Raises:
-            StateError: a tag is not offloaded. ChecksumError: expert bytes are not those of the sealed generation.
+            StateError: a named tag is not offloaded. ChecksumError: expert bytes are not those of the sealed
+                generation.
         """
         chosen = self._chosen(tags) if tags else tuple(tag for tag in get_args(Tag) if tag in self._offloaded)
         for tag in chosen:
@@ -118,4 +122,4 @@ class OffloadTags:
         unknown = set(tags) - set(get_args(Tag))
         if unknown:
             raise ConfigError(f"unknown tags {sorted(unknown)}; choose from {', '.join(get_args(Tag))}")
-        return tags if tags else get_args(Tag)
+        return tags
