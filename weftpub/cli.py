@@ -132,14 +132,13 @@ def _presets(as_json: Annotated[bool, typer.Option("--json", help="Print the rec
     for heading in ("preset", "input", "floor", "runs on", "whose bytes, and what to know"):
         table.add_column(heading, overflow="fold")
     for name, recipe in PRESETS.items():
+        said = recipe.source, recipe.note, "" if recipe.publishable else "not publishable"
         table.add_row(
             name,
             _dtype_name(recipe),
             f"{recipe.amax_floor:g}" if recipe.amax_floor else "none",
             "CPU, GPU" if recipe.ieee else "GPU",
-            escape(
-                "; ".join(filter(None, (recipe.source, recipe.note, "" if recipe.publishable else "not publishable")))
-            ),
+            escape("; ".join(filter(None, said))),
             end_section=True,
         )
     Console().print(table)
