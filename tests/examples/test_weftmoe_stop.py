@@ -331,6 +331,17 @@ def test_a_run_that_may_not_save_says_that_nothing_is_left_of_it(loops: Any, tmp
     assert not stopped_path(tmp_path).exists()
 
 
+@pytest.mark.parametrize("event", ["train 2", "rollout 3"])
+def test_a_run_that_begins_anew_at_every_start_is_not_to_come_again(loops: Any, tmp_path: Path, event: str) -> None:
+    """A job that was queued again with its `checkpoint.resume=false` set aside what it had just saved, every time, and
+    never came further than one time limit."""
+    ((events, error),) = loops([on(event)], "checkpoint.resume=false")
+    assert "save 2" in events
+    assert isinstance(error, StateError)
+    assert "start it again with checkpoint.resume=true" in str(error)
+    assert not stopped_path(tmp_path).exists()
+
+
 def test_a_new_start_forgets_that_the_last_one_stopped(tmp_path: Path) -> None:
     """It would end with the code of a run that is to come again, for ever."""
     note_stop(tmp_path, 3)

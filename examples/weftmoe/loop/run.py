@@ -141,6 +141,11 @@ class _Run:
                 f"told to end after step {self._state.step}, and checkpoint.save is 'off': nothing was saved, and the "
                 "next start begins at the beginning; give it a number of steps"
             )
+        if not self._settings.checkpoint.resume:
+            raise StateError(
+                f"told to end after step {self._state.step}, and checkpoint.resume is false: the next start would set "
+                "aside what was saved and begin at the beginning; start it again with checkpoint.resume=true"
+            )
         if self._ranks.first:
             note_stop(self._settings.out, self._state.step)
         self._ranks.barrier()
