@@ -347,6 +347,32 @@ def test_a_cache_is_flushed_by_all_workers_or_by_none(scheduler: Any, monkeypatc
     assert (own, flushed) == ([True, True, False], [True, True])
 
 
+def test_a_flush_that_waits_on_one_worker_keeps_every_worker_from_flushing(
+    scheduler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody's flush waited for idle workers, on each of them until a clock of its own had run out. In between the
+    driver's was done by those that had stopped waiting, refused by the others, and answered with success."""
+    from sglang.srt.managers.io_struct import FlushCacheReqInput
+    from sglang.srt.managers.scheduler_components.flush_wrapper import SchedulerFlushWrapper
+
+    class Scheduler(SimpleNamespace):
+        def flush_cache(self) -> bool:
+            return True
+
+    here = Scheduler(**vars(scheduler), _weftpub_receiver=SimpleNamespace())
+    wrapper = SchedulerFlushWrapper(
+        flush_cache=here.flush_cache, is_fully_idle=lambda: False, send_output=lambda *_: None
+    )
+    own: list[bool] = []
+    monkeypatch.setattr(worker, "_all_agree", lambda _, mine: own.append(mine) or mine)
+    assert hooks._flush(SchedulerFlushWrapper.handle, wrapper, FlushCacheReqInput(timeout_s=600.0)) is None
+    asked = FlushCacheReqInput(timeout_s=0.0)
+    assert not hooks._flush(SchedulerFlushWrapper.handle, wrapper, asked).success
+    wrapper._pending = None
+    assert hooks._flush(SchedulerFlushWrapper.handle, wrapper, asked).success
+    assert own == [False, True]
+
+
 def test_a_worker_tells_what_is_missing(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang swallows what a plugin raises: here no hook was applied, and the allocator cannot release memory."""
     import torch

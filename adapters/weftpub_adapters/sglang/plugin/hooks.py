@@ -146,10 +146,11 @@ def _flush(original: Callable[..., Any], wrapper: Any, request: Any) -> Any:
     scheduler = getattr(wrapper._flush_cache, "__self__", None)
     if scheduler is None or worker_of(scheduler) is None or request.timeout_s:  # one that waits does so on its own
         return original(wrapper, request)
-    if not all_idle(scheduler):
+    if not all_idle(scheduler, wrapper):
         from sglang.srt.managers.io_struct import FlushCacheReqOutput
 
-        return FlushCacheReqOutput(success=False, message="requests of some worker still use the cache")
+        message = "requests of some worker still use the cache, or an earlier flush waits for them"
+        return FlushCacheReqOutput(success=False, message=message)
     output = original(wrapper, request)
     await_all(scheduler)
     return output

@@ -191,9 +191,12 @@ def all_may_serve(scheduler: Any, worker: WorkerReceiver) -> bool:
     return _all_agree(scheduler, worker.live.may_serve)
 
 
-def all_idle(scheduler: Any) -> bool:
-    """Whether no worker of the engine has requests that use its cache; called on all of them at the same step."""
-    return _all_agree(scheduler, bool(scheduler.is_fully_idle(ignore_waiting=scheduler._engine_paused)))
+def all_idle(scheduler: Any, wrapper: Any) -> bool:
+    """Whether no worker of the engine has requests that use its cache, or waits with an earlier flush for that, as each
+    does by its own clock; called on all of them at the same step.
+    """
+    idle = scheduler.is_fully_idle(ignore_waiting=scheduler._engine_paused)
+    return _all_agree(scheduler, bool(idle) and wrapper._pending is None)
 
 
 def await_all(scheduler: Any) -> None:
