@@ -158,20 +158,14 @@ if ((check && starts)); then
   "$python" -m weftpub_adapters.doctor "${doctor[@]}" || exit "$EXIT_DOCTOR"
 fi
 
-# The run gets a process group of its own, and only that group is ever signalled. Its first process hears of SIGUSR1 once
-# it can pass it on; until then the signal is ignored, and said again.
-trap '' USR1
-set -m
-"$python" -m weftmoe.launch "${launch[@]}" </dev/null &
-group=$!
-set +m
+# The run gets a process group of its own, and only that group is ever signalled. Its number is that of the only process
+# in the background, from the moment that there is one.
 code=0
-
 # Whether a process of the group still runs. A dead one that nobody has reaped yet, as in a container whose first process
 # reaps late, would answer `kill -0`.
 # shellcheck disable=SC2317 # called by the traps
 group_runs() {
-  local file line state pgrp
+  local file line state pgrp group="${!:-}"
   for file in /proc/[0-9]*/stat; do
     { read -r line <"$file"; } 2>/dev/null || continue
     read -r state _ pgrp _ <<<"${line##*) }"
@@ -184,6 +178,8 @@ group_runs() {
 
 # shellcheck disable=SC2317 # called by the traps
 end_group() {
+  local group="${!:-}"
+  [[ -n "$group" ]] || return 0
   kill -s TERM -- "-$group" 2>/dev/null || return 0
   local end=$((SECONDS + grace))
   while group_runs; do
@@ -206,7 +202,8 @@ stop() {
 # Whether the first process of the group still runs.
 # shellcheck disable=SC2317 # called by the traps
 leader_runs() {
-  local line state pgrp
+  local line state pgrp group="${!:-}"
+  [[ -n "$group" ]] || return 1
   { read -r line <"/proc/$group/stat"; } 2>/dev/null || return 1
   read -r state _ pgrp _ <<<"${line##*) }"
   [[ "$pgrp" == "$group" && "$state" != Z ]]
@@ -219,6 +216,8 @@ come_again() {
   if [[ "$on_term" == save ]]; then
     trap '' TERM
   fi
+  local group="${!:-}"
+  [[ -n "$group" ]] || exit "$EXIT_AGAIN" # nothing has been started that could save
   local end=$((SECONDS + save_grace))
   while leader_runs; do
     if ((SECONDS >= end)); then
@@ -232,15 +231,23 @@ come_again() {
   wait "$group" || code=$?
   exit "$code"
 }
+
+# Before the run is started, so that no moment is left in which a signal ends this script and not the run.
 trap 'stop 130' INT
 if [[ "$on_term" == save ]]; then
   trap come_again TERM
 else
   trap 'stop 143' TERM
 fi
-trap come_again USR1
 # Whatever else ends this script ends the run, too.
 trap end_group EXIT
 
-wait "$group" || code=$?
+# The run's first process hears of SIGUSR1 once it can pass it on; until then it ignores the signal, which is said again.
+trap '' USR1
+set -m
+"$python" -m weftmoe.launch "${launch[@]}" </dev/null &
+trap come_again USR1
+set +m
+
+wait "$!" || code=$?
 exit "$code"

@@ -393,6 +393,11 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+def written(path: Path) -> bool:
+    """Whether it is there, and not only opened."""
+    return path.exists() and path.stat().st_size > 0
+
+
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
@@ -489,7 +494,7 @@ def test_a_signal_ends_the_run_and_nothing_else(fake: Path, number: int, code: i
     bystander = subprocess.Popen(["sleep", "300"], start_new_session=True)
     process = script(fake, "fp8")
     try:
-        until(lambda: (fake / "leader").exists())
+        until(lambda: written(fake / "leader"))
         leader, child = (int((fake / name).read_text()) for name in ("leader", "child"))
         os.kill(process.pid, number)
         assert finish(process)[0] == code
@@ -500,11 +505,35 @@ def test_a_signal_ends_the_run_and_nothing_else(fake: Path, number: int, code: i
         bystander.wait()
 
 
+AT_ONCE = r"""# Read by run.sh before itself: the signal comes between the run's start and the very next command.
+if [[ "$0" == *run.sh ]]; then
+  told=''
+  tell() { told=1; until [[ -s "$LEADER" ]]; do sleep 0.02; done; kill -s TERM $$; }
+  trap '[[ -n "$told" || -z "${!:-}" ]] || tell' DEBUG
+fi
+"""
+
+
+def test_a_signal_in_the_moment_of_the_start_ends_the_run_too(fake: Path) -> None:
+    """The script's traps came after the run's start: a signal in between ended the script, and the run went on."""
+    (fake / "long").touch()
+    (fake / "at-once").write_text(AT_ONCE)
+    process = script(fake, "fp8", BASH_ENV=str(fake / "at-once"), LEADER=str(fake / "leader"))
+    until(lambda: written(fake / "leader") and process.poll() is not None)
+    pids = [int((fake / name).read_text()) for name in ("leader", "child")]
+    try:
+        until(lambda: not any(map(alive, pids)))
+        assert finish(process)[0] == 143
+    finally:
+        for pid in filter(alive, pids):
+            os.kill(pid, signal.SIGKILL)
+
+
 def test_a_run_that_does_not_end_is_ended(fake: Path) -> None:
     (fake / "long").touch()
     (fake / "stubborn").touch()
     process = script(fake, "fp8", "--grace", "1")
-    until(lambda: (fake / "leader").exists())
+    until(lambda: written(fake / "leader"))
     leader = int((fake / "leader").read_text())
     os.kill(process.pid, signal.SIGTERM)
     assert finish(process)[0] == 143
