@@ -289,14 +289,15 @@ def test_other_bytes_of_the_committed_generation_are_not_served(memory: SharedAl
 
 
 def test_a_step_waits_for_an_engine_that_puts_its_weights_there(
-    memory: SharedAllocation, partner: Partner, tmp_path: Path
+    memory: SharedAllocation, partner: Partner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Engine and trainer started at once; the engine had made the memory and was copying its weights there when the
     trainer began its first step, and the trainer ended with an error."""
+    monkeypatch.setattr(header_module, "_FILL_S", 60.0)  # a busy machine may take that long
     partner("join", str(tmp_path), "experts")
     partner("do", "begin", 0)
     partner.send("do", "seal")  # on its way while this waits
-    memory.begin(1)
+    memory._header.begin(1, seconds=60.0)
     partner.take("seal")
     memory.seal()
     with pytest.raises(StateError, match="somebody has written to it already; it is sealed"):

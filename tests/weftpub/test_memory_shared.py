@@ -248,6 +248,7 @@ def test_a_stopped_process_keeps_nobody_out_where_another_has_the_memory(
         third.go_on()
         partner("join", str(tmp_path), "experts")
         third.hold()
+        monkeypatch.setattr(handover, "_PATIENCE_S", 2.0)  # the other one must answer within it
         for _ in range(2):  # whichever socket comes first
             with SharedAllocation.join(tmp_path, "experts", "cpu", CATALOGUE, create=False) as memory:
                 assert memory.id == allocation
