@@ -15,6 +15,7 @@ __all__ = [
     "ManifestError",
     "NonFiniteGradientError",
     "PlanError",
+    "StaleError",
     "StateError",
     "TornError",
     "TransportError",
@@ -36,6 +37,10 @@ class StateError(WeftpubError, RuntimeError):
 
 class GenerationError(StateError):
     """W, W^T and scales do not carry one sealed generation, or a matrix is missing from it."""
+
+
+class StaleError(StateError):
+    """A later publisher has taken over; whatever this one began is not its own any more."""
 
 
 class TornError(StateError):

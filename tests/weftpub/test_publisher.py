@@ -26,6 +26,7 @@ from weftpub.errors import (
     ConfigError,
     DeadlineError,
     PlanError,
+    StaleError,
     StateError,
     TornError,
     WeftpubError,
@@ -548,6 +549,46 @@ class TestDriver:
         assert states(first) == ["serving", "serving"]
         with pytest.raises(StateError, match="this one is stale"):
             elsewhere.publish(3, SMALL.sources(0, 3))
+
+    @pytest.mark.parametrize("call", ["publish", "status", "recover"])
+    def test_who_is_stale_to_one_engine_is_stale_to_all(self, tmp_path: Path, call: str) -> None:
+        """A driver was replaced by another one that could not reach every engine yet. Told to go on without engines
+        that fail, the old one went on with those that still listened to it, and wrote its version into the commit
+        record."""
+        world = World(experts=2, ep=2, engines=2)
+        with open_room(world, tmp_path) as room:
+            old = room.publisher(on_engine_failure="continue")
+            old.publish(1, world.sources(0, 1))
+            room.publisher(peers=room.peers[:2]).status()
+            calls: dict[str, Callable[[], object]] = {
+                "publish": lambda: old.publish(2, world.sources(0, 2)),
+                "status": old.status,
+                "recover": old.recover,
+            }
+            with pytest.raises(StaleError, match="this one is stale"):
+                calls[call]()
+            assert room.recorded() == 1
+            for engine in room.engines:
+                assert_serves(engine, 1)
+                assert engine.serving
+
+    def test_an_engine_that_a_later_publisher_takes_in_the_middle_ends_a_publish(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        world = World(experts=2, ep=2, engines=2)
+        with open_room(world, tmp_path) as room:
+            old, later = room.publisher(on_engine_failure="continue"), room.publisher(peers=room.peers[:2])
+            old.publish(1, world.sources(0, 1))
+            begin = Coordinator.begin
+
+            def then_taken(self: Coordinator, *args: Any, **named: Any) -> None:
+                begin(self, *args, **named)
+                later.status()
+
+            monkeypatch.setattr(Coordinator, "begin", then_taken)
+            with pytest.raises(StaleError, match="later publisher took over"):
+                old.publish(2, world.sources(0, 2))
+            assert room.recorded() == 1
 
     def test_a_stale_publisher_stays_stale_when_every_receiver_was_restarted(self, tmp_path: Path) -> None:
         """Receivers that are restarted remember no epoch; the file beside the commit record does."""

@@ -2,7 +2,7 @@
 
 A version belongs to an engine, and an engine is all of its ranks: when one rank fails, its engine does. The policy says
 what that means for the others. With "abort" the publish ends for everybody; with "continue" the engine is left out (its
-ranks are told to abort) and the others go on.
+ranks are told to abort) and the others go on; but a publisher that is stale to one of them is stale to all.
 
 Before the commit record nothing is visible anywhere and every failure is an abort. After it the version is committed,
 whoever has heard of it: nothing is aborted any more, and `Publisher.recover` finishes what a failure left.
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from weftpub.channel import Deadlines
-from weftpub.errors import ManifestError, PlanError, WeftpubError
+from weftpub.errors import ManifestError, PlanError, StaleError, WeftpubError
 from weftpub.plan import Plan
 from weftpub.publisher.peers import PeerLink, by_engine, exchange
 from weftpub.publisher.report import EngineOutcome
@@ -97,6 +97,7 @@ class Coordinator:
         posted, self._posted = self._posted, {}
         _, refused = exchange(greetings, "hello", self._deadlines.hello, posted)
         faults = {**absent, **refused}
+        _require_present(faults)
         if tolerant:
             self.failed.update({link.engine: error for link, error in faults.items()})
         else:
@@ -220,9 +221,15 @@ class Coordinator:
         self._ask(m.Resume, lambda link: {}, "resume", self._deadlines.resume, abort=False)
 
     def settle(self, faults: Mapping[PeerLink, WeftpubError], *, abort: bool = True) -> None:
-        """Apply the policy to failed receivers: raise, or leave their engines out and go on with the others."""
+        """Apply the policy to failed receivers: raise, or leave their engines out and go on with the others.
+
+        Raises:
+            StaleError: whatever the policy, a later publisher has one of them. What this one still leads is not its own
+                any more either.
+        """
         if not faults:
             return
+        _require_present(faults)
         first, *others = faults.values()
         if self._policy == "abort":
             for other in others:
@@ -301,6 +308,12 @@ def _begin_fields(manifest: Manifest, allow_rollback: bool, quiet: float) -> Cal
 
 def _verify_fields(manifest: Manifest, sha256: bool) -> _Fields:
     return {"version": manifest.version, "nonce": manifest.nonce, "sha256": sha256}
+
+
+def _require_present(faults: Mapping[PeerLink, WeftpubError]) -> None:
+    for error in faults.values():
+        if isinstance(error, StaleError):
+            raise error
 
 
 def _can_serve(link: PeerLink) -> bool:

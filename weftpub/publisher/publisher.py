@@ -22,7 +22,7 @@ import torch
 import zmq
 
 from weftpub.channel import Deadlines
-from weftpub.errors import CheckpointError, ConfigError, PlanError, StateError, WeftpubError
+from weftpub.errors import CheckpointError, ConfigError, PlanError, StaleError, StateError, WeftpubError
 from weftpub.plan import PieceTable, Plan, cut_pieces
 from weftpub.publisher.agreement import agree, as_data, as_error
 from weftpub.publisher.coordinator import Coordinator, FailurePolicy
@@ -380,7 +380,7 @@ class Publisher:
         left_out: dict[str, Any] = {}
 
         def failed(link: PeerLink, error: WeftpubError) -> list[PeerLink]:
-            if self._policy == "abort":
+            if self._policy == "abort" or isinstance(error, StaleError):
                 raise error
             left_out[str(link.peer.rank)] = as_data(error)
             self._left_out.add(link.engine)

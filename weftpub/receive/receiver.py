@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from weftpub.errors import StateError
+from weftpub.errors import StaleError, StateError
 from weftpub.plan import PlanPart
 from weftpub.plan.views import listing
 from weftpub.receive.copies import CopyPlans, LayoutMemory
@@ -122,8 +122,13 @@ class Receiver:
             return self._hello(request)
         if request.session in self._observers:
             return self._observed(request)
-        if self._session is None or request.session != self._session.session:
+        if self._session is None:
             raise StateError(
+                f"request of session {request.session[:8]}, and no publisher has introduced itself to this receiver "
+                "since it started; publish again"
+            )
+        if request.session != self._session.session:
+            raise StaleError(
                 f"request of session {request.session[:8]}, which is not the present one: a later publisher took "
                 "over; it is ignored"
             )
@@ -193,13 +198,13 @@ class Receiver:
             return self._welcome(request)
         if request.role == "sender":
             if present is None or present.session != request.session:
-                raise StateError(
+                raise (StateError if present is None else StaleError)(
                     f"session {request.session[:8]} is not open on this receiver; its coordinator must introduce "
                     "itself first"
                 )
         elif present is None or present.session != request.session:
             if present is not None and not present.gives_way(request):
-                raise StateError(
+                raise StaleError(
                     "a publisher that came later has taken over; this one is stale and must end, or call "
                     "take_over() if it is the one that counts"
                 )
