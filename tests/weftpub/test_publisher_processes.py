@@ -2,13 +2,12 @@
 leaks.
 """
 
-import itertools
 import multiprocessing as mp
 import os
 import signal
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -182,30 +181,52 @@ def restart(remotes: list[RemoteEngine], rank: int) -> None:
 
 
 class Moment:
-    """Where a trainer is when it is killed: a method of the publisher's that stops there for good, and after how many
-    calls."""
+    """Where a trainer is when it is killed: at the first call of a method of the publisher's that is due, which never
+    returns. A receiver that has not come so far by then tells nothing, so calls are due by what receivers answered.
+    """
 
-    def __init__(self, owner: type, method: str, calls: int, fenced: str) -> None:
-        self.owner, self.method, self.calls, self.fenced = owner, method, calls, fenced
+    def __init__(self, owner: type, method: str, due: Callable[..., bool], fenced: str = "") -> None:
+        self.owner, self.method, self.due, self.fenced = owner, method, due, fenced
+
+
+def _at_once(*_: Any, **__: Any) -> bool:
+    return True
+
+
+def _all_have_bytes(transfer: Transfer, progress: Mapping[Any, Any]) -> bool:
+    """Every receiver has copied something, and some have not copied all."""
+    return all(p.following > len(p.waiting) for p in progress.values()) and not all(
+        p.finished for p in progress.values()
+    )
+
+
+def _all_have_all(coordinator: Coordinator, manifest: Any, links: Any = None, **_: Any) -> bool:
+    return links is None
 
 
 SILENT = f"said nothing for {SILENCE_S:g} s in the middle of version"
 MOMENTS = {
-    "before the first byte": Moment(Transfer, "_post_next", 0, ""),
-    "in the middle": Moment(Transfer, "_post_next", 3, SILENT),
-    "after the last byte": Moment(Coordinator, "ask_to_verify", 0, SILENT),
-    "after verification": Moment(Publisher, "_record", 0, ""),
-    "after the record": Moment(Coordinator, "commit", 0, ""),
+    "before the first byte": Moment(Transfer, "_post_next", _at_once),
+    "in the middle": Moment(Transfer, "_watch", _all_have_bytes, SILENT),
+    "after the last byte": Moment(Coordinator, "ask_to_verify", _all_have_all, SILENT),
+    "after verification": Moment(Publisher, "_record", _at_once),
+    "after the record": Moment(Coordinator, "commit", _at_once),
 }
 
 
 def _trainer(peers: list[Any], folder: str, version: int, moment: str, pipe: Any) -> None:
     torch.set_num_threads(1)
-    chosen = MOMENTS[moment]
-    method, calls = getattr(chosen.owner, chosen.method), itertools.count()
+    chosen, ask = MOMENTS[moment], Coordinator.ask_to_verify
+
+    def ask_together(coordinator: Coordinator, manifest: Any, links: Any = None, **options: Any) -> None:
+        if links is None:  # a receiver that is asked ahead of the others, and verifies, no longer waits for bytes
+            ask(coordinator, manifest, **options)
+
+    Coordinator.ask_to_verify = ask_together  # type: ignore[assignment,method-assign]
+    method = getattr(chosen.owner, chosen.method)
 
     def stop(*args: Any, **options: Any) -> Any:
-        if next(calls) == chosen.calls:
+        if chosen.due(*args, **options):
             pipe.send("there")
             time.sleep(600)
         return method(*args, **options)
