@@ -18,6 +18,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from weftpub.errors import ChannelError, TransportError
+from weftpub.wire.identity import process_ended
 
 __all__ = ["Facts", "HandoverServer", "peer_user", "take"]
 
@@ -52,17 +53,6 @@ def _credentials(connection: socket.socket) -> tuple[int, int, int]:
     """Process id (0 if it is none of this namespace), user id and group id of the other end."""
     size = struct.calcsize("3i")
     return struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-
-
-def _ended(pid: int) -> bool:
-    """Whether no process of this id is left but a zombie; False if that cannot be told."""
-    if pid <= 0:
-        return False
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError as error:
-        return isinstance(error, FileNotFoundError | ProcessLookupError)
-    return stat.rpartition(")")[2].split()[0] in ("Z", "X")
 
 
 class HandoverServer:
@@ -144,7 +134,7 @@ def take(path: str) -> tuple[Facts, int, int] | None:
         except OSError as error:
             raise ChannelError(f"{path}: cannot be asked for shared memory: {error}") from error
         pid, user = _credentials(connection)[0], peer_user(connection)
-        if _ended(pid):
+        if process_ended(pid):
             return None
         if user != os.geteuid():
             raise ChannelError(
@@ -153,7 +143,7 @@ def take(path: str) -> tuple[Facts, int, int] | None:
         try:
             text, descriptors, _, _ = socket.recv_fds(connection, _LARGEST, _DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
         except TimeoutError:
-            if _ended(pid):
+            if process_ended(pid):
                 return None
             raise TransportError(
                 f"{path}: its process did not hand over within {_PATIENCE_S:g} s; is it stopped?"

@@ -14,7 +14,15 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from weftpub.errors import ConfigError
 
-__all__ = ["Identity", "device_index", "gpu_uuid", "local_identity", "process_alive", "process_identity"]
+__all__ = [
+    "Identity",
+    "device_index",
+    "gpu_uuid",
+    "local_identity",
+    "process_alive",
+    "process_ended",
+    "process_identity",
+]
 
 
 class Identity(BaseModel):
@@ -100,8 +108,25 @@ def process_alive(peer: Identity, here: Identity) -> bool:
         return False
     except OSError:
         return True
-    # A zombie has ended and only waits to be reaped, unless it is the first of several threads.
-    return started == peer.started and (state not in ("Z", "X") or threads > 1)
+    return started == peer.started and not _reapable(state, threads)
+
+
+def process_ended(pid: int) -> bool:
+    """Whether nothing is left of the process of this id in this namespace, or only what waits to be reaped; False if
+    that cannot be told (a `pid` of 0 is of another namespace).
+    """
+    if pid <= 0:
+        return False
+    try:
+        state, _, threads = _process(pid)
+    except OSError as error:
+        return isinstance(error, FileNotFoundError | ProcessLookupError)
+    return _reapable(state, threads)
+
+
+def _reapable(state: str, threads: int) -> bool:
+    """Whether a process only waits to be reaped: a zombie, unless it is the first of several threads."""
+    return state in ("Z", "X") and threads <= 1
 
 
 def _process(pid: int) -> tuple[str, int, int]:
