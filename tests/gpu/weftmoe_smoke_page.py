@@ -1,15 +1,22 @@
 """Turn results of weftmoe_smoke.py into a dated page.
 
-python tests/gpu/weftmoe_smoke_page.py docs/results/PAGE.md OUT/weftmoe_smoke.json [OUT2/weftmoe_smoke.json ...]
+python tests/gpu/weftmoe_smoke_page.py docs/results/PAGE.md OUT/weftmoe_smoke.json[:LABEL] [MORE.json ...]
 
-Sections may come from several runs of the script; each row names its commit. The picture of the train section is
-expected beside the page, as PAGE/weftmoe_smoke.png.
+Sections may come from several runs of the script; each row names its commit. A section that two files hold is taken
+from the later one, and the page says how many checks of the earlier one failed. Sections of a file with a label
+(OUT/weftmoe_smoke.json:AdamW) stand beside those without. The JSON files go into a folder of the page's name, where the
+picture of the train section is expected as weftmoe_smoke.png; lines of a notes.txt there are put into the page.
 """
 
 import json
 import sys
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from result_files import keep, notes
 
 TITLES = {
     "train": "Training",
@@ -22,7 +29,10 @@ TITLES = {
 ABOUT = {
     "train": "Rewards are means of the first and last steps of a run; differences are mean |trainer - rollout| "
     "log-probs of trained tokens, before the update.",
-    "kl": "Learning rate 1e-6, the same prompts and random numbers in both steps.",
+    "kl": "Learning rate 1e-6, the same prompts and random numbers in both steps. Runs named `-two` give each token "
+    "two of eight experts, as all other runs do: where two experts are nearly equal, trainer and engine may choose "
+    "differently, a few such tokens are most of the KL, and the ratio must not exceed 1.2 by more than twice its "
+    "error. Runs named `-all` give each token all eight: nothing is chosen, and the bound of 1.2 must hold as it is.",
     "frozen": "Eight completions, scored by the engine after each publish; the results are compared bit by bit.",
     "resume": "Deterministic kernels; sha256 over all published tensors of each step.",
     "shared": "FP8 twice, deterministic kernels: experts copied, and experts in place.",
@@ -66,31 +76,94 @@ def check_table(checks: dict[str, dict[str, Any]]) -> list[str]:
     return lines
 
 
-def section(name: str, data: dict[str, Any]) -> list[str]:
-    rows = [row for row in data["rows"] if row["section"] == name]
-    checks = {key: check for key, check in data["checks"].items() if key.split("/")[0].split(":")[0] == name}
-    notes = dict.fromkeys(note for row in rows for note in row["notes"] if "prompts from" not in note)
+@dataclass(frozen=True)
+class Found:
+    """One run of the script."""
+
+    data: dict[str, Any]
+    label: str = ""
+
+    @property
+    def commit(self) -> str:
+        return self.data["commit"][:7]
+
+    @property
+    def sections(self) -> list[str]:
+        """Those it ran, in the page's order."""
+        return [name for name in TITLES if name in {row["section"] for row in self.data["rows"]}]
+
+    @property
+    def name(self) -> str:
+        """Of its raw file."""
+        return "-".join([*self.sections, *self.label.lower().split()])
+
+    def checks(self, section: str) -> dict[str, dict[str, Any]]:
+        """The checks of a section."""
+        return {key: one for key, one in self.data["checks"].items() if key.split("/")[0].split(":")[0] == section}
+
+
+def verdict(checks: Collection[dict[str, Any]]) -> str:
+    return f"{len(checks)} checks, {sum(not check['passed'] for check in checks)} failed"
+
+
+def keep_all(found: Sequence[Found], folder: Path) -> dict[int, str]:
+    """The names under which runs were kept, by their place; an older one of the same name gets its commit's."""
+    left = Counter(one.name for one in found)
+    names: dict[int, str] = {}
+    for place, one in enumerate(found):
+        left[one.name] -= 1
+        names[place] = f"{one.name}-{one.commit}" if left[one.name] else one.name
+        keep(folder, names[place], one.data)
+    return names
+
+
+def measured_table(measured: dict[str, dict[str, Any]]) -> list[str]:
+    """Memory and the parts of a publish, one column a run."""
+    rows: dict[str, dict[str, str]] = {}
+    for run, kinds in measured.items():
+        for name, nbytes in kinds["memory"].items():
+            rows.setdefault(f"{name}, bytes", {})[run] = f"{nbytes:,}"
+        for name, ms in kinds["publish_ms"].items():
+            rows.setdefault(f"publish: {name}, ms", {})[run] = f"{ms:.2f}"
+    lines = ["", f"| measured | {' | '.join(measured)} |", "|---" * (len(measured) + 1) + "|"]
+    return lines + [f"| {name} | {' | '.join(row.get(run, '-') for run in measured)} |" for name, row in rows.items()]
+
+
+def section(name: str, one: Found, earlier: list[str]) -> list[str]:
+    rows = [row for row in one.data["rows"] if row["section"] == name]
+    said = dict.fromkeys(note for row in rows for note in row["notes"] if "prompts from" not in note)
+    listed = [*(f"- {note}" for note in said), *earlier]
+    measured = one.data.get("measured", {}) if name == "shared" else {}
     return [
-        f"## {TITLES[name]}",
+        f"## {TITLES[name]}{f', {one.label}' if one.label else ''}",
         "",
         ABOUT[name],
         "",
         *run_table(rows),
         "",
-        *check_table(checks),
-        *(["", *(f"- {note}" for note in notes)] if notes else []),
+        *check_table(one.checks(name)),
+        *(measured_table(measured) if measured else []),
+        *(["", *listed] if listed else []),
         "",
     ]
 
 
-def main(page: Path, results: list[Path]) -> None:
+def main(page: Path, results: list[str]) -> None:
     """Write the page; a section that two results hold is taken from the later one."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in results]
-    latest = {row["section"]: data for data in found for row in data["rows"]}
-    sections = [name for name in TITLES if name in latest]
-    checks = [check for name in sections for key, check in latest[name]["checks"].items() if key.startswith(name)]
-    where = latest[sections[0]]["environment"]
-    picture = page.with_suffix("") / "weftmoe_smoke.png"
+    found = [
+        Found(json.loads(Path(path).read_text(encoding="utf-8")), label)
+        for path, _, label in (result.partition(":") for result in results)
+    ]
+    folder = page.with_suffix("")
+    names = keep_all(found, folder)
+    runs: dict[tuple[str, str], list[int]] = {}
+    for place, one in enumerate(found):
+        for name in one.sections:
+            runs.setdefault((name, one.label), []).append(place)
+    ordered = sorted(runs, key=lambda key: (list(TITLES).index(key[0]), key[1]))
+    checks = [check for key in ordered for check in found[runs[key][-1]].checks(key[0]).values()]
+    where = found[runs[ordered[0]][-1]].data["environment"]
+    picture = folder / "weftmoe_smoke.png"
     lines = [
         f"# weftmoe's smoke, {where.get('gpu', 'CPU')}",
         "",
@@ -98,11 +171,19 @@ def main(page: Path, results: list[Path]) -> None:
         + ", ".join(f"{name} {version}" for name, version in where.items() if name != "gpu")
         + ".",
         "",
-        f"{len(checks)} checks, {sum(not check['passed'] for check in checks)} failed. Runs were processes side by "
-        "side on the same GPU: their seconds say how the machine was shared, not how fast one is.",
+        f"{verdict(checks)}. Runs were processes side by side on the same GPUs: their seconds say how the machine was "
+        "shared, not how fast one is.",
+        *notes(folder),
         "",
-        *(line for name in sections for line in section(name, latest[name])),
     ]
+    for key in ordered:
+        *before, last = runs[key]
+        earlier = [
+            f"- An earlier run, at {found[place].commit} ({verdict(found[place].checks(key[0]).values())}), is in "
+            f"[{names[place]}.json]({folder.name}/{names[place]}.json)."
+            for place in before
+        ]
+        lines += section(key[0], found[last], earlier)
     if picture.is_file():
         lines += [f"![curves of the training runs]({picture.relative_to(page.parent)})"]
     page.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
@@ -111,4 +192,4 @@ def main(page: Path, results: list[Path]) -> None:
 if __name__ == "__main__":
     if len(sys.argv) < 3:
         sys.exit(__doc__)
-    main(Path(sys.argv[1]), [Path(argument) for argument in sys.argv[2:]])
+    main(Path(sys.argv[1]), sys.argv[2:])
