@@ -14,7 +14,7 @@ from typing import Any
 
 from eight_gpus import REFERENCE, SECTIONS
 from eight_gpus_config import CONFIGURATIONS
-from result_files import keep, notes
+from result_files import keep, made_anew, notes
 
 _ALL = 8
 _WORDS = {1: "one", 2: "two", 4: "four"}
@@ -195,6 +195,7 @@ def main(page: Path, results: list[Path]) -> None:
         lines += checks(name, found)
     for run in runs:
         keep(folder, "-".join(run["sections"]), run)
+    lines += made_anew("eight_gpus_page.py", page, ("-".join(run["sections"]) for run in runs))
     page.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
 
 

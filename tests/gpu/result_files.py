@@ -3,11 +3,13 @@ which whoever ran the scripts says what no script can know (what ran beside it, 
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["keep", "notes"]
+__all__ = ["keep", "made_anew", "notes", "plain"]
+
+_ROOT = Path(__file__).resolve().parents[2]
 
 
 def keep(folder: Path, name: str, data: Mapping[str, Any], indent: int | None = 1) -> None:
@@ -32,3 +34,12 @@ def notes(folder: Path) -> list[str]:
     path = folder / "notes.txt"
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     return ["", *(f"- {line}" for line in lines)] if lines else []
+
+
+def made_anew(script: str, page: Path, kept: Iterable[str]) -> list[str]:
+    """The page's last lines: how it is made again from its raw files, given by their names and what follows those."""
+    shown = page.relative_to(_ROOT) if page.is_relative_to(_ROOT) else page
+    folder = shown.with_suffix("").as_posix()
+    sources = " ".join(f"{folder}/{name.partition(':')[0]}.json{''.join(name.partition(':')[1:])}" for name in kept)
+    command = f"python tests/gpu/{script} {shown.as_posix()} {sources}"
+    return ["", "Made anew from the files beside it:", "", "```", command, "```"]

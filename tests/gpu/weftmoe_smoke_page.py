@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from result_files import keep, notes
+from result_files import keep, made_anew, notes
 
 TITLES = {
     "train": "Training",
@@ -185,7 +185,9 @@ def main(page: Path, results: list[str]) -> None:
         ]
         lines += section(key[0], found[last], earlier)
     if picture.is_file():
-        lines += [f"![curves of the training runs]({picture.relative_to(page.parent)})"]
+        lines += [f"![curves of the training runs]({picture.relative_to(page.parent)})", ""]
+    sources = (f"{names[place]}:{one.label}" if one.label else names[place] for place, one in enumerate(found))
+    lines = [*lines[:-1], *made_anew("weftmoe_smoke_page.py", page, sources)]
     page.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
 
 

@@ -3,15 +3,17 @@
     python tests/gpu/zero_copy_page.py docs/results/PAGE.md OUT/zero_copy.json [MORE.json[:section,section] ...]
 
 Sections may come from several runs; a section that ran in two of them is an error, so that no page picks the better one
-by accident: name those to take. The picture and the JSON files go into a folder of the page's name.
+by accident: name those to take. The picture and the JSON files go into a folder of the page's name; lines of a
+notes.txt there are put into the page.
 """
 
 import json
-import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from result_files import keep, made_anew, notes, plain
 
 GIB = 1 << 30
 # What memory is for -> colour: the trainer's in blues, the engine's in oranges, what both map in green.
@@ -56,13 +58,13 @@ def merged(sources: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {"checks": {}, "numbers": {}, "seconds": {}, "runs": []}
     for source in sources:
         path, _, chosen = source.partition(":")
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        data = plain(json.loads(Path(path).read_text(encoding="utf-8")))
         sections = set(chosen.split(",")) if chosen else set(data["seconds"])
         twice = found["seconds"].keys() & sections
         if twice or not sections <= data["seconds"].keys():
             raise SystemExit(f"{path} holds {', '.join(data['seconds'])}; taken before: {', '.join(twice) or 'none'}")
         seconds = {name: value for name, value in data["seconds"].items() if name in sections}
-        found["runs"].append({"environment": data["environment"], "seconds": seconds})
+        found["runs"].append({"environment": data["environment"], "seconds": seconds, "raw": data, "chosen": chosen})
         found["seconds"] |= seconds
         for key in ("checks", "numbers"):
             found[key] |= {name: value for name, value in data[key].items() if section_of(name) in sections}
@@ -231,7 +233,11 @@ def checks_of(data: Mapping[str, Any], start: str) -> list[tuple[str, Any]]:
 
 def check_row(name: str, row: Mapping[str, Any]) -> str:
     """One check as a row of a table; a check that was not judged says so."""
-    detail = "" if row["detail"] is None else str(row["detail"]).replace("|", "/").replace("\n", " ")[:300]
+    detail = (
+        ""
+        if row["detail"] is None
+        else str(row["detail"]).replace("|", "/").replace("\n", " ").partition(" / frame #")[0][:300]
+    )
     word = {True: "ok", False: "**failed**", None: "seen, not judged"}[row["passed"]]
     return f"| {name} | {word} | {detail} |"
 
@@ -282,9 +288,8 @@ def main(page: Path, results: list[str]) -> None:
     data = merged(results)
     where = data["runs"][0]["environment"]
     folder = page.with_suffix("")
-    folder.mkdir(parents=True, exist_ok=True)
-    for run, source in zip(data["runs"], results, strict=True):
-        shutil.copyfile(source.partition(":")[0], folder / f"{'-'.join(run['seconds'])}.json")
+    for run in data["runs"]:
+        keep(folder, "-".join(run["seconds"]), run["raw"])
     lines = [
         f"# Experts that never move, {where.get('gpu', 'CPU')}",
         "",
@@ -296,6 +301,7 @@ def main(page: Path, results: list[str]) -> None:
         + ".",
         "",
         "Every check passed." if not data["failed"] else "**Failed:** " + ", ".join(data["failed"]) + ".",
+        *notes(folder),
     ]
     if "speed" in data["seconds"]:
         lines += speed_section(data["numbers"])
@@ -310,6 +316,8 @@ def main(page: Path, results: list[str]) -> None:
         lines += kills_section(data["kills"])
     if "mechanism" in data["seconds"]:
         lines += mechanism_section(data)
+    kept = (f"{'-'.join(run['seconds'])}{':' * bool(run['chosen'])}{run['chosen']}" for run in data["runs"])
+    lines += made_anew("zero_copy_page.py", page, kept)
     page.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -1,0 +1,96 @@
+"""Dated pages say what their scripts make of the raw files beside them: a number that was changed by hand, or a raw
+file that was replaced without making its page anew, is found."""
+
+import importlib
+import json
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from result_files import plain
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "docs/results"
+_COMMAND = re.compile(r"^python tests/gpu/(\w+)\.py (\S+) (.+)$", re.MULTILINE)
+PAGES = [page.name for page in sorted(RESULTS.glob("2*.md")) if _COMMAND.search(page.read_text(encoding="utf-8"))]
+
+
+def made_anew(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The page that the command in a page makes, in another place."""
+    found = _COMMAND.search(text)
+    assert found is not None
+    script, page = importlib.import_module(found[1]), Path(found[2])
+    monkeypatch.chdir(folder)
+    if hasattr(script, "draw"):
+        monkeypatch.setattr(script, "draw", lambda *_: None)  # takes seconds, and is no text
+    beside = page.with_suffix("")
+    shutil.copytree(ROOT / beside, folder / beside, ignore=shutil.ignore_patterns("*.json"))
+    sources = [str(ROOT / source) for source in shlex.split(found[3])]
+    script.main(page, [Path(s) for s in sources] if found[1] == "eight_gpus_page" else sources)
+    assert {path.name for path in (folder / beside).iterdir()} >= {path.name for path in (ROOT / beside).iterdir()}
+    return (folder / page).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_says_what_its_script_makes_of_the_raw_files(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (RESULTS / name).read_text(encoding="utf-8")
+    assert made_anew(text, tmp_path, monkeypatch) == text
+
+
+def test_such_pages_are_there() -> None:
+    assert {re.sub(r"[\d-]{11}", "", name) for name in PAGES} >= {
+        "two-gpus-h200.md",
+        "weftmoe-h200.md",
+        "zero-copy-h200.md",
+    }
+
+
+def test_a_page_of_fewer_gpus_says_what_did_not_run(tmp_path: Path) -> None:
+    """A page of two GPUs was made by the script for eight, and nothing on it said so."""
+    script = importlib.import_module("eight_gpus_page")
+    raw = json.loads((RESULTS / "2026-11-30-two-gpus-h200/staging.json").read_text(encoding="utf-8"))
+    row = raw["sections"]["staging"]["rows"][0]
+    for ranks in (2, 8):
+        raw["environment"] |= {"ranks": ranks, "gpus": ranks}
+        raw["settings"]["shape"]["experts"] = 32 * ranks
+        raw["sections"]["staging"]["rows"] = [{**row, "rank": rank} for rank in range(ranks)]
+        (tmp_path / "raw.json").write_text(json.dumps(raw), encoding="utf-8")
+        script.main(tmp_path / "page.md", [tmp_path / "raw.json"])
+        text = (tmp_path / "page.md").read_text(encoding="utf-8")
+        assert ("Eight GPUs were not available" in text) == (ranks == 2)
+        assert "not on this page: train, publish, smoke." in text
+
+
+def test_a_section_that_a_later_run_replaced_is_named(tmp_path: Path) -> None:
+    """A measure that had failed went from the page without a word when another one passed."""
+    script = importlib.import_module("weftmoe_smoke_page")
+    raw = json.loads((RESULTS / "2026-11-30-weftmoe-h200/kl.json").read_text(encoding="utf-8"))
+    first = {**raw, "commit": "abcdef0", "checks": {"kl/x: y": {"passed": False, "detail": "no"}}}
+    for name, data in (("first", first), ("second", raw)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(data), encoding="utf-8")
+    page = tmp_path / "page.md"
+    script.main(page, [str(tmp_path / "first.json"), str(tmp_path / "second.json"), f"{tmp_path / 'first.json'}:Other"])
+    text = page.read_text(encoding="utf-8")
+    assert "at abcdef0 (1 checks, 1 failed), is in [kl-abcdef0.json](page/kl-abcdef0.json)" in text
+    assert re.findall(r"^## (.+)$", text, re.MULTILINE) == [script.TITLES["kl"], f"{script.TITLES['kl']}, Other"]
+    assert json.loads((tmp_path / "page/kl-abcdef0.json").read_text(encoding="utf-8"))["commit"] == "abcdef0"
+
+
+@pytest.mark.parametrize(
+    ("found", "kept"),
+    [
+        ("/tmp/w2/runs/fp8/arithmetic.jsonl (0 dropped)", "arithmetic.jsonl (0 dropped)"),
+        ("at (/opt/x/.venv/lib/python3.12/site-packages/torch/lib/libc10.so)", "at (torch/lib/libc10.so)"),
+        ({"a": ["/tmp/x/y", 1.5, None]}, {"a": ["y", 1.5, None]}),
+        ("a/b of 3 GB/s, docs/results/x", "a/b of 3 GB/s, docs/results/x"),
+    ],
+)
+def test_raw_files_name_no_folders_of_the_machine_they_come_from(found: object, kept: object) -> None:
+    assert plain(found) == kept
