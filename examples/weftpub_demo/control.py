@@ -24,6 +24,7 @@ class Control:
     def __init__(self) -> None:
         self._answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
         os.dup2(2, 1)  # libraries that print must not be taken for answers
+        self._number: int | None = None
         self._requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         threading.Thread(target=self._read, name="requests", daemon=True).start()
 
@@ -31,14 +32,21 @@ class Control:
         """Answer requests, one at a time, for as long as the process lives."""
         while True:
             request = self._requests.get()
-            number, do = request.pop("id"), request.pop("do")
+            self._number, do = request.pop("id"), request.pop("do")
             try:
-                answer: dict[str, Any] = {"id": number, "ok": True, **handlers[do](request)}
+                answer: dict[str, Any] = {"ok": True, **handlers[do](request)}
             except Exception as error:  # the driver judges every failure: it gets the reason, the log the traceback
                 traceback.print_exc()
-                answer = {"id": number, "ok": False, "error": f"{type(error).__name__}: {error}"}
-            self._answers.write(json.dumps(answer) + "\n")
-            self._answers.flush()
+                answer = {"ok": False, "error": f"{type(error).__name__}: {error}"}
+            self._say(answer)
+
+    def progress(self, **fields: Any) -> None:
+        """From a handler: tell the driver how far the request is."""
+        self._say({"progress": fields})
+
+    def _say(self, answer: Mapping[str, Any]) -> None:
+        self._answers.write(json.dumps({"id": self._number, **answer}) + "\n")
+        self._answers.flush()
 
     def _read(self) -> None:
         for line in sys.stdin:

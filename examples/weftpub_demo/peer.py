@@ -6,6 +6,8 @@ standard input and output:
     driver -> receiver   {"id": 7, "do": "probe", "layer": 0, ...}
     receiver -> driver   {"id": 7, "ok": true, ...}   or   {"id": 7, "ok": false, "error": "..."}
 
+A long answer may be preceded by word of how far it is, {"id": 7, "progress": {...}}.
+
 The child takes the end of its input as the order to leave, so it cannot outlive a driver that died in any way.
 """
 
@@ -23,7 +25,9 @@ from typing import Any, Self
 
 from weftpub.errors import ChannelError, DeadlineError
 
-__all__ = ["PeerError", "Pending", "ReceiverProcess", "explain"]
+__all__ = ["PeerError", "Pending", "Progress", "ReceiverProcess", "explain"]
+
+Progress = Callable[[Mapping[str, Any]], None]
 
 _POLL_S = 0.2
 _LOG_LINES = 6
@@ -42,9 +46,16 @@ class Pending:
         self._what = what
         self._limit_s = limit_s
 
-    def result(self) -> dict[str, Any]:
-        """The answer's fields. Raises PeerError (the peer died or refused) or DeadlineError."""
-        return self._peer._answer(self._number, self._what, self._limit_s)
+    def result(self, progress: Progress | None = None) -> dict[str, Any]:
+        """The answer's fields.
+
+        Args:
+            progress: called with what the peer says before it; each word begins the time limit anew.
+
+        Raises:
+            PeerError: the peer died or refused. DeadlineError: it was silent for too long.
+        """
+        return self._peer._answer(self._number, self._what, self._limit_s, progress)
 
 
 class ReceiverProcess:
@@ -93,9 +104,9 @@ class ReceiverProcess:
             raise PeerError(self.obituary(do)) from None
         return Pending(self, self._last, do, limit_s)
 
-    def call(self, do: str, *, limit_s: float, **fields: Any) -> dict[str, Any]:
-        """Send one request and wait for its answer."""
-        return self.ask(do, limit_s=limit_s, **fields).result()
+    def call(self, do: str, *, limit_s: float, progress: Progress | None = None, **fields: Any) -> dict[str, Any]:
+        """Send one request and wait for its answer, as `Pending.result` does."""
+        return self.ask(do, limit_s=limit_s, **fields).result(progress)
 
     def died(self) -> bool:
         """Whether the process has ended."""
@@ -133,7 +144,7 @@ class ReceiverProcess:
             self._lines.put(line)
         self._process.stdout.close()
 
-    def _answer(self, number: int, what: str, limit_s: float) -> dict[str, Any]:
+    def _answer(self, number: int, what: str, limit_s: float, progress: Progress | None) -> dict[str, Any]:
         started = time.monotonic()
         while True:
             # Died is read before the queue: what a process said before it ended is still heard.
@@ -147,13 +158,18 @@ class ReceiverProcess:
                 if elapsed > limit_s:
                     raise DeadlineError(
                         f"{self} did not answer {what!r} after {elapsed:.1f} s (allowed {limit_s:.1f} s); "
-                        f"it may be out of memory or starved of CPU: see {self.log}, or raise --limit"
+                        f"it may be out of memory or starved of CPU: see {self.log}, or allow it more time"
                     ) from None
                 continue
             except json.JSONDecodeError as error:
                 raise PeerError(f"{self} answered {what!r} with something that is not JSON: {error}") from None
             if answer.get("id") != number:
                 continue  # the late answer to a request that was given up
+            if "progress" in answer:
+                started = time.monotonic()
+                if progress is not None:
+                    progress(answer["progress"])
+                continue
             if not answer.get("ok"):
                 raise PeerError(f"{self} failed in {what!r}: {answer.get('error', 'no reason given')}")
             return {key: value for key, value in answer.items() if key not in ("id", "ok")}

@@ -4,14 +4,17 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
 from weftpub.errors import DeadlineError
+from weftpub_demo import peer as peer_module
 from weftpub_demo.peer import PeerError, ReceiverProcess, explain
 
 ECHO = """
@@ -23,6 +26,10 @@ for line in sys.stdin:
     if do == "refuse": print(json.dumps({"id": ask["id"], "ok": False, "error": "no such layer"}), flush=True)
     if do == "chatter": print("hello", flush=True)
     if do == "die": print("out of memory", file=sys.stderr, flush=True); os._exit(7)
+    if do == "count":
+        for n in range(3): print(json.dumps({"id": ask["id"], "progress": {"done": n}}), flush=True)
+        time.sleep(1)  # more than the driver waits for a line
+        print(json.dumps({"id": ask["id"], "ok": True}), flush=True)
     if do == "sleep": time.sleep(ask["seconds"]); print(json.dumps({"id": ask["id"], "ok": True}), flush=True)
 """
 RECEIVER = """
@@ -35,7 +42,13 @@ def chatty(request):
 def failing(request):
     raise KeyError("layer 9")
 
-Control().serve({"chatty": chatty, "failing": failing})
+def slow(request):
+    control.progress(done=1)
+    control.progress(done=2)
+    return {"done": 3}
+
+control = Control()
+control.serve({"chatty": chatty, "failing": failing, "slow": slow})
 """
 BUSY = "from weftpub_demo.control import Control; Control(); import time; time.sleep(600)"
 DRIVER = f"""
@@ -112,6 +125,28 @@ def test_a_late_answer_does_not_answer_the_next_request(tmp_path: Path) -> None:
         with pytest.raises(DeadlineError, match=r"'sleep' after .* \(allowed 0.1 s\)"):
             peer.call("sleep", limit_s=0.1, seconds=1.0)
         assert peer.call("echo", limit_s=20, layer=5) == {"layer": 5}
+
+
+def test_word_of_progress_begins_the_limit_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[int] = []
+
+    def hear(word: Mapping[str, Any]) -> None:
+        heard.append(word["done"])
+
+    with child(tmp_path) as peer:
+        # A clock that goes on by 100 s with each word, and stands still otherwise.
+        monkeypatch.setattr(peer_module, "time", SimpleNamespace(monotonic=lambda: 100.0 * len(heard)))
+        assert peer.call("count", limit_s=150, progress=hear) == {}
+        monkeypatch.undo()
+    assert heard == [0, 1, 2]
+
+
+def test_a_handler_tells_how_far_it_is(tmp_path: Path) -> None:
+    heard: list[Any] = []
+    with child(tmp_path, RECEIVER) as peer:
+        assert peer.call("slow", limit_s=20, progress=heard.append) == {"done": 3}
+        assert peer.call("slow", limit_s=20) == {"done": 3}
+    assert heard == [{"done": 1}, {"done": 2}]
 
 
 def test_a_child_that_will_not_leave_is_ended(tmp_path: Path) -> None:

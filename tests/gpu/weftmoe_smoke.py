@@ -55,7 +55,7 @@ from weftmoe.env import role_environment
 from weftmoe.report.summary import RunSummary, summarize_run
 from weftmoe.rundir import EXIT_AGAIN
 from weftmoe.schema import Settings
-from weftmoe.smoke import make_model
+from weftmoe.smoke.model import make_model
 from weftmoe.telemetry import LOG_NAME, read_log
 from weftmoe.telemetry.log import LoggedRun
 from weftpub.errors import ConfigError

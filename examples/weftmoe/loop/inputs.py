@@ -11,7 +11,7 @@ import torch
 from weftmoe.data import read_prompts, write_arithmetic
 from weftmoe.data.prompts import PromptSet, names_a_path
 from weftmoe.schema import Settings
-from weftmoe.smoke import make_model
+from weftmoe.smoke import make_model_apart
 from weftpub.errors import ConfigError
 
 __all__ = ["MADE", "Inputs", "find_inputs"]
@@ -48,12 +48,13 @@ def find_inputs(
 
     Raises:
         ConfigError: the checkpoint is of another architecture than the settings say, or not to be found.
+        PeerError, DeadlineError: a model could not be made.
     """
     notes: list[str] = []
     smoke = settings.smoke
     if smoke.enabled and settings.model.path == MADE:
         model = settings.out / "model"
-        warmup = make_model(
+        warmup = make_model_apart(
             model, smoke, seed=settings.seed, tokens=settings.length.context, device=device.type, progress=progress
         )
         notes.append(

@@ -1,5 +1,7 @@
 """Builds the Megatron-core model of a run: TransformerEngine's layers on GPUs, the local spec elsewhere."""
 
+import importlib
+import importlib.util
 import math
 import os
 from datetime import timedelta
@@ -19,10 +21,11 @@ _DOWNLOAD_S = 4 * 3600.0
 
 
 def prepare_process(settings: Settings) -> torch.device:
-    """Before anything imports Megatron: choose the device, and let Megatron run without CUDA where there is none.
+    """Before anything imports Megatron or uses cuDNN: choose the device, and let Megatron run without CUDA where there
+    is none.
 
     Raises:
-        ConfigError: the settings want a GPU and there is none.
+        ConfigError: the settings want a GPU and there is none, or TransformerEngine is there and cannot be loaded.
     """
     if settings.cluster.gpus == 0 or not torch.cuda.is_available():
         if settings.cluster.gpus:
@@ -38,7 +41,27 @@ def prepare_process(settings: Settings) -> torch.device:
         torch.utils.deterministic.fill_uninitialized_memory = False
     if torch.distributed.is_torchelastic_launched():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    _load_transformer_engine()
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def _load_transformer_engine() -> None:
+    """Ahead of everything that uses cuDNN.
+
+    Torch loads the parts of the cuDNN beside it as they are used. TransformerEngine's library asks the loader for all
+    of them by name, and gets those that are loaded, and the others from where the system has them. On a machine with
+    two cuDNNs it therefore has to be first: then all parts are the system's, for torch too. In the other order they
+    are of both, and it cannot be loaded.
+    """
+    if importlib.util.find_spec("transformer_engine") is None:
+        return
+    try:
+        importlib.import_module("transformer_engine")
+    except OSError as error:
+        raise ConfigError(
+            f"TransformerEngine cannot be loaded: {error}. If that names cuDNN, this process has parts of two; "
+            "`weftpub doctor` says where both are, and what to do"
+        ) from error
 
 
 def join_world(settings: Settings, device: torch.device) -> None:

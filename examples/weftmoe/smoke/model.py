@@ -5,11 +5,9 @@ when the model's probability of a right answer, over the training problems, has 
 Face's own model, in FP32 with torch's AdamW, so that it is the same for every variant that is compared afterwards.
 """
 
-import json
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,33 +15,16 @@ import torch
 
 from weftmoe.data import arithmetic_rows
 from weftmoe.schema import Smoke
+from weftmoe.smoke.note import Warmup, read_note, write_note
 from weftmoe.smoke.tokenizer import make_tokenizer
 
-__all__ = ["TARGET", "Warmup", "make_model", "model_config"]
+__all__ = ["TARGET", "make_model", "model_config"]
 
 TARGET = 0.3
 _CHECK_EVERY = 5  # some twenty steps lead from a tenth to a half
 _CHECKED = 128
 _RISE = 20  # steps over which the learning rate rises
-_NOTE = "warmup.json"
 _IGNORED = -100  # the label that Hugging Face's loss passes over
-
-
-@dataclass(frozen=True)
-class Warmup:
-    """What the warm-up did.
-
-    Attributes:
-        steps: supervised steps.
-        probability: of a right answer, mean over problems, after them.
-        loss: of the last step, mean per answer token.
-        seconds: wall time.
-    """
-
-    steps: int
-    probability: float
-    loss: float
-    seconds: float
 
 
 def model_config(smoke: Smoke, tokens: int) -> Any:
@@ -90,12 +71,9 @@ def make_model(
         device: where the warm-up runs.
         progress: called with finished and planned steps.
     """
-    wanted = {"smoke": smoke.model_dump(mode="json"), "seed": seed, "tokens": tokens}
-    note = directory / _NOTE
-    if note.is_file():
-        found = json.loads(note.read_text(encoding="utf-8"))
-        if found["wanted"] == wanted:
-            return Warmup(**found["warmup"])
+    found = read_note(directory, smoke, seed=seed, tokens=tokens)
+    if found is not None:
+        return found
     from transformers import Qwen3MoeForCausalLM
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -106,7 +84,7 @@ def make_model(
     model = model.float().to(device)
     warmup = _warm_up(model, tokenizer, smoke, seed, progress)
     model.to(torch.bfloat16).save_pretrained(str(directory))
-    note.write_text(json.dumps({"wanted": wanted, "warmup": asdict(warmup)}, indent=1), encoding="utf-8")
+    write_note(directory, smoke, warmup, seed=seed, tokens=tokens)
     return warmup
 
 
