@@ -83,6 +83,18 @@ def test_a_section_that_a_later_run_replaced_is_named(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "page/kl-abcdef0.json").read_text(encoding="utf-8"))["commit"] == "abcdef0"
 
 
+def test_a_section_that_came_to_nothing_is_on_the_page(tmp_path: Path) -> None:
+    """Sections were taken from runs: one that died before its first run would not have been there, nor counted."""
+    script = importlib.import_module("weftmoe_smoke_page")
+    raw = json.loads((RESULTS / "2026-11-30-weftmoe-h200/kl.json").read_text(encoding="utf-8"))
+    raw["checks"]["shared: the section itself"] = {"passed": False, "detail": "ConfigError: no"}
+    (tmp_path / "raw.json").write_text(json.dumps(raw), encoding="utf-8")
+    script.main(tmp_path / "page.md", [str(tmp_path / "raw.json")])
+    text = (tmp_path / "page.md").read_text(encoding="utf-8")
+    assert "13 checks, 1 failed" in text
+    assert "| shared: the section itself | **FAILED** | ConfigError: no |" in text
+
+
 @pytest.mark.parametrize(
     ("found", "kept"),
     [

@@ -89,8 +89,9 @@ class Found:
 
     @property
     def sections(self) -> list[str]:
-        """Those it ran, in the page's order."""
-        return [name for name in TITLES if name in {row["section"] for row in self.data["rows"]}]
+        """Those it ran, in the page's order; one that ended before it had a row has a check that says so."""
+        ran = {row["section"] for row in self.data["rows"]}
+        return [name for name in TITLES if name in ran or self.checks(name)]
 
     @property
     def name(self) -> str:
