@@ -11,6 +11,7 @@ import torch
 from weftpub import cli
 from weftpub_adapters.doctor import Facts, Finding, Gpu, Wanted, gather, judge, worst
 from weftpub_adapters.doctor.command import doctor
+from weftpub_adapters.doctor.cudnn import Cudnn, find_cudnns, folder_and_major
 from weftpub_adapters.doctor.environment import environment_findings
 from weftpub_adapters.doctor.facts import Limits, Smi, read_smi
 
@@ -157,6 +158,27 @@ def test_packages_outside_of_what_was_tested() -> None:
     assert levels(Wanted(variant="baseline")) == {"deep-ep": "warn"}
 
 
+TORCHS, SYSTEMS = Cudnn("9.19.0", "/venv/nvidia/cudnn/lib"), Cudnn("9.21.0", "/lib/x86_64-linux-gnu")
+
+
+def test_two_cudnns_that_do_not_fit_together() -> None:
+    """A run died when it imported TransformerEngine after torch had used its cuDNN: parts of torch's were loaded, the
+    others came from the system, and a symbol was missing."""
+    assert levels(cudnns=(TORCHS, SYSTEMS)) == {"cudnn": "warn"}
+    finding = judged(cudnns=(TORCHS, SYSTEMS))["cudnn"]
+    for cudnn in (TORCHS, SYSTEMS):
+        assert f"{cudnn.version}" in finding.found
+        assert cudnn.folder in finding.found
+    assert f"LD_LIBRARY_PATH={TORCHS.folder}" in finding.remedy
+
+
+def test_cudnns_that_nobody_can_mix() -> None:
+    assert levels(cudnns=(TORCHS,)) == levels(cudnns=(TORCHS, replace(SYSTEMS, version="9.19.0"))) == {}
+    assert judged(cudnns=(TORCHS,))["cudnn"].found == "9.19.0"
+    without_te = {**GOOD.adapters, "transformer-engine": (False, "not installed")}
+    assert "cudnn" not in judged(cudnns=(TORCHS, SYSTEMS), adapters=without_te)
+
+
 def test_limits() -> None:
     locked = replace(GOOD.limits, memlock=1 << 26)
     assert levels(limits=locked) == {"locked memory": "warn"}
@@ -234,6 +256,28 @@ def test_nvidia_smi_is_read_whatever_it_says() -> None:
     assert first == Smi("GPU-aa", "580.1", False, 1980.0, 700.0, 700.0)
     assert (second.mig, second.max_clock, second.power_limit) == (False, None, None)
     assert read_smi(None) == ()
+
+
+def test_a_process_knows_where_its_cudnn_is_from() -> None:
+    line = "7f5c2b0e4000-7f5c2b0e7000 r--p 00000000 fe:00 2371914                    "
+    assert folder_and_major([line, f"{line}/a/libcudnn_graph.so.9", f"{line}/a b/libcudnn.so.9.1.0"]) == ("/a b", "9")
+    assert folder_and_major([line, f"{line}/a/libcuda.so.1"]) is None
+
+
+def test_a_second_cudnn_on_the_loaders_path_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Torch is not asked for its version: it would load a part, and this process could not load TransformerEngine.
+    place = folder_and_major(Path("/proc/self/maps").read_text(encoding="utf-8").splitlines())
+    if place is None:
+        pytest.skip("this torch has no cuDNN")
+    folder, major = place
+    part = f"libcudnn_graph.so.{major}"
+    monkeypatch.setenv("LD_LIBRARY_PATH", folder)
+    (own,) = find_cudnns()
+    assert Path(own.folder).samefile(folder)
+    assert own.version.startswith(f"{major}.")
+    (tmp_path / part).write_bytes((Path(folder) / part).read_bytes())
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    assert find_cudnns() == (own, Cudnn(own.version, str(tmp_path)))
 
 
 def test_this_machine_can_be_looked_at(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import torch
 from weftpub.errors import WeftpubError
 from weftpub.memory import sharing_obstacle
 from weftpub.transport.cuda_ipc import export_obstacle
+from weftpub_adapters.doctor.cudnn import Cudnn, find_cudnns
 
 __all__ = ["Facts", "Gpu", "Limits", "Smi", "gather", "host_memory", "read_smi"]
 
@@ -83,6 +84,7 @@ class Facts:
         peers: pairs of GPU indices that cannot access each other.
         nvlinks: active NVLinks of GPU 0; None if unknown.
         ipc, shared_memory: why CUDA IPC of torch's memory, and one allocation for two processes, are impossible.
+        cudnns: torch's own, then the one that the dynamic loader would find, if that is another.
         port: the port that was asked about, and whether it can be had.
     """
 
@@ -101,6 +103,7 @@ class Facts:
     nvlinks: int | None = None
     ipc: str | None = None
     shared_memory: str | None = None
+    cudnns: tuple[Cudnn, ...] = ()
     port: tuple[int, bool] | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -141,6 +144,7 @@ def gather(out: Path, environment: Mapping[str, str], port: int | None = None) -
         nvlinks=_nvlinks() if len(gpus) > 1 else None,
         ipc=export_obstacle(torch.empty(1 << 20, dtype=torch.uint8, device="cuda")) if gpus else None,
         shared_memory=sharing_obstacle("cuda") if gpus else None,
+        cudnns=find_cudnns() if gpus else (),
         port=None if port is None else (port, _can_listen(port)),
         environment=dict(environment),
     )

@@ -52,7 +52,7 @@ class Wanted:
 
 def judge(facts: Facts, wanted: Wanted) -> list[Finding]:
     """All findings, in the order in which a person would fix them."""
-    subjects = (_python, _torch, _gpus, _smi, _peers, _sharing, _packages, _limits, _memory, _disk, _port)
+    subjects = (_python, _torch, _gpus, _smi, _peers, _sharing, _packages, _cudnn, _limits, _memory, _disk, _port)
     findings = [finding for subject in subjects for finding in subject(facts, wanted)]
     return findings + list(environment_findings(facts.environment, wanted.variant, gpu=bool(facts.gpus)))
 
@@ -195,6 +195,23 @@ def _optional(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
         found = facts.packages.get("deep-ep")
         remedy = "" if found else "install DeepEP for this torch and CUDA, or add train.dispatcher=alltoall"
         yield Finding("deep-ep", "ok" if found else "warn", found or "not installed", "for the flex dispatcher", remedy)
+
+
+def _cudnn(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
+    """TransformerEngine's library is what would take parts of both."""
+    if not facts.cudnns or not facts.adapters["transformer-engine"][0]:
+        return
+    own, *others = facts.cudnns
+    if all(other.version == own.version for other in others):
+        yield Finding("cudnn", "ok", own.version, "one release")
+        return
+    found = f"{own.version} of torch in {own.folder}, and " + ", ".join(f"{o.version} in {o.folder}" for o in others)
+    remedy = (
+        f"export LD_LIBRARY_PATH={own.folder}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}, or remove the other: a process "
+        "that has used torch's cannot load TransformerEngine, which takes what is missing from the other; and one that "
+        "has loaded TransformerEngine first runs on the other"
+    )
+    yield Finding("cudnn", "warn", found, "one release", remedy)
 
 
 def _limits(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
