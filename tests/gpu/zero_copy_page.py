@@ -233,11 +233,10 @@ def checks_of(data: Mapping[str, Any], start: str) -> list[tuple[str, Any]]:
 
 def check_row(name: str, row: Mapping[str, Any]) -> str:
     """One check as a row of a table; a check that was not judged says so."""
-    detail = (
-        ""
-        if row["detail"] is None
-        else str(row["detail"]).replace("|", "/").replace("\n", " ").partition(" / frame #")[0][:300]
-    )
+    detail = "" if row["detail"] is None else str(row["detail"]).replace("|", "/").replace("\n", " ")
+    detail = detail.partition(" / frame #")[0]
+    if len(detail) > 300:
+        detail = f"{detail[:300].rpartition(' ')[0]} ..."
     word = {True: "ok", False: "**failed**", None: "seen, not judged"}[row["passed"]]
     return f"| {name} | {word} | {detail} |"
 
