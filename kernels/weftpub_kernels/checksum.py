@@ -33,6 +33,8 @@ from .pair import grid_of, has_storage
 from .recipe import BLOCK, TILE_PARTS
 
 __all__ = [
+    "LENGTH",
+    "MIX",
     "MULTIPLIER",
     "SpanChecksums",
     "checksum",
@@ -42,6 +44,8 @@ __all__ = [
     "finish",
     "power",
     "powers",
+    "rows_from_sums",
+    "signed",
     "tile_sums",
 ]
 
@@ -50,7 +54,10 @@ MULTIPLIER = 0xD1342543DE82EF95
 multipliers for congruential pseudorandom number generators", 2021), so that nearby bytes have no small relation
 either."""
 
-_LENGTH = 0x9E3779B97F4A7C15
+LENGTH = 0x9E3779B97F4A7C15
+"""G of the definition."""
+MIX = 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53
+"""The two factors of MurmurHash3's finalizer."""
 _MASK = (1 << 64) - 1
 # A tensor without storage has the address of its offset, which is below this. Memory that is mapped piece by piece
 # (expandable segments, memory savers) begins as low as 2^33.6.
@@ -62,7 +69,7 @@ _STEP = 16  # rows of that many bytes held as int64 at a time: 8 MiB
 
 def power(exponent: int) -> int:
     """A^exponent mod 2^64 as a signed 64-bit integer; negative exponents are inverses."""
-    return _signed(pow(MULTIPLIER, exponent, 1 << 64))
+    return signed(pow(MULTIPLIER, exponent, 1 << 64))
 
 
 def powers(count: int, step: int = 1) -> torch.Tensor:
@@ -77,11 +84,16 @@ def powers(count: int, step: int = 1) -> torch.Tensor:
 
 
 def finish(sums: torch.Tensor, nbytes: torch.Tensor | int) -> torch.Tensor:
-    """int64 h and byte counts -> int64 checksums, on the device of ``sums``."""
-    length = _signed(nbytes * _LENGTH) if isinstance(nbytes, int) else nbytes * _signed(_LENGTH)
+    """int64 h and byte counts (int64, of the same shape, or one for all) -> int64 checksums, on the device of
+    ``sums``."""
+    if sums.is_cuda:
+        from .triton_checksum import launch_finish
+
+        return launch_finish(sums, nbytes)
+    length = signed(nbytes * LENGTH) if isinstance(nbytes, int) else nbytes * signed(LENGTH)
     h = sums + length
-    h = (h ^ _shift(h, 33)) * _signed(0xFF51AFD7ED558CCD)
-    h = (h ^ _shift(h, 33)) * _signed(0xC4CEB9FE1A85EC53)
+    h = (h ^ _shift(h, 33)) * signed(MIX[0])
+    h = (h ^ _shift(h, 33)) * signed(MIX[1])
     return h ^ _shift(h, 33)
 
 
@@ -136,28 +148,36 @@ class SpanChecksums:
 
     def compute(self, addresses: np.ndarray, counts: np.ndarray) -> torch.Tensor:
         """int64 [n] on the device, as `checksum_spans`."""
+        return finish(*self.sums(addresses, counts))
+
+    def sums(self, addresses: np.ndarray, counts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 [n] h and int64 [n] byte counts, both on the device: what `finish` makes checksums of."""
+        same = self._spans is not None and all(map(np.array_equal, self._spans, (addresses, counts)))
+        if not same:
+            self._refuse(addresses, counts)
+        if self._device.type == "cuda":
+            return self._on_gpu(addresses.astype(np.int64, copy=False), counts.astype(np.int64, copy=False), same)
+        sums = [_sum_of_bytes(_memory(a, n)) for a, n in zip(addresses.tolist(), counts.tolist(), strict=True)]
+        return torch.tensor(sums, dtype=torch.int64), torch.from_numpy(counts.astype(np.int64))
+
+    def _refuse(self, addresses: np.ndarray, counts: np.ndarray) -> None:
         low = _LOW if self._device.type == "cuda" else _UNMAPPED
         if len(addresses) != len(counts) or (counts < 0).any() or (addresses[counts > 0] < low).any():
             raise ShapeError(
                 f"{len(addresses)} addresses with {len(counts)} byte counts: expected as many, addresses of memory and "
                 "counts from 0; is a tensor offloaded?"
             )
-        if self._device.type == "cuda":
-            return self._on_gpu(addresses.astype(np.int64, copy=False), counts.astype(np.int64, copy=False))
-        sums = [_sum_of_bytes(_memory(a, n)) for a, n in zip(addresses.tolist(), counts.tolist(), strict=True)]
-        return finish(torch.tensor(sums, dtype=torch.int64), torch.from_numpy(counts.astype(np.int64)))
 
-    def _on_gpu(self, addresses: np.ndarray, counts: np.ndarray) -> torch.Tensor:
+    def _on_gpu(self, addresses: np.ndarray, counts: np.ndarray, same: bool) -> tuple[torch.Tensor, torch.Tensor]:
         from .triton_checksum import launch_sums, upload, work
 
-        same = self._spans is not None and all(map(np.array_equal, self._spans, (addresses, counts)))
         if self._tables is None or not same:
             *tables, programs = work(addresses, counts)
             uploaded = tuple(upload(table, self._device) for table in tables)
             self._tables = uploaded, programs, upload(counts, self._device)
             self._spans = addresses.copy(), counts.copy()
         tables, programs, lengths = self._tables
-        return finish(launch_sums(tables, programs, len(counts), self._device), lengths)
+        return launch_sums(tables, programs, len(counts), self._device), lengths
 
 
 def _memory(address: int, count: int) -> torch.Tensor:
@@ -192,6 +212,14 @@ def checksum_rows_from_sums(
     of 128, or the last row. Equals ``checksum(w[..., start:stop, :].contiguous())`` of each matrix. Raises ShapeError,
     DtypeError.
     """
+    return finish(*rows_from_sums(sums, shape, start, stop))
+
+
+def rows_from_sums(
+    sums: torch.Tensor, shape: torch.Size | tuple[int, ...], start: int = 0, stop: int | None = None
+) -> tuple[torch.Tensor, int]:
+    """int64 [...] h of each matrix's rows, and how many bytes these are: what `finish` makes checksums of. Takes and
+    raises what `checksum_rows_from_sums` does."""
     if sums.dtype != torch.int64 or len(shape) < 2:
         raise DtypeError(f"tile sums are int64, for W [..., M, N]; found {sums.dtype} for W {list(shape)}")
     rows, columns = shape[-2:]
@@ -203,7 +231,7 @@ def checksum_rows_from_sums(
         raise ShapeError(f"rows {start}:{stop} of {rows} are not a range of whole blocks of {BLOCK} rows")
     first, last = start // BLOCK, -(-stop // BLOCK)
     weights = _tile_weights(last - first, sums.shape[-2], columns, sums.device)
-    return finish((sums[..., first:last, :, :].sum(-1) * weights).sum((-2, -1)), (stop - start) * columns)
+    return (sums[..., first:last, :, :].sum(-1) * weights).sum((-2, -1)), (stop - start) * columns
 
 
 def tile_sums(codes: torch.Tensor) -> torch.Tensor:
@@ -243,7 +271,7 @@ def _sum_of_bytes(data: torch.Tensor) -> int:
     if whole < data.numel():
         tail = data[whole:].to(torch.int64)
         total += int((tail * _row_powers()[: tail.numel()]).sum()) * pow(MULTIPLIER, whole, 1 << 64)
-    return _signed(total)
+    return signed(total)
 
 
 def _shift(h: torch.Tensor, bits: int) -> torch.Tensor:
@@ -251,6 +279,7 @@ def _shift(h: torch.Tensor, bits: int) -> torch.Tensor:
     return (h >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
+    """The signed 64-bit integer with the bits of ``value`` mod 2^64."""
     value &= _MASK
     return value - (1 << 64) if value >> 63 else value

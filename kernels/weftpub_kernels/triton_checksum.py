@@ -1,4 +1,5 @@
-"""The GPU kernel of checksum.py: h of the bytes of many tensors in one launch, near the speed of reading them.
+"""The GPU kernels of checksum.py: h of the bytes of many tensors in one launch, near the speed of reading them; and
+checksums of many h in another.
 
 A table of (address, bytes) and the tensor of each 64 KiB chunk say what each program does. A program reads aligned
 16-byte words, also where a tensor starts or ends between them: those words lie in the same allocation, and their
@@ -15,10 +16,20 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .checksum import MULTIPLIER, power, powers
+from .checksum import LENGTH, MIX, MULTIPLIER, power, powers, signed
 from .errors import ShapeError
 
-__all__ = ["WARPS", "launch_sums", "places", "sum_chunks", "sums_on_device", "upload", "work"]
+__all__ = [
+    "WARPS",
+    "finish_sums",
+    "launch_finish",
+    "launch_sums",
+    "places",
+    "sum_chunks",
+    "sums_on_device",
+    "upload",
+    "work",
+]
 
 WARPS = 4
 _ROWS = 512  # 16-byte words of one step: four per thread, so that four loads are under way
@@ -32,6 +43,10 @@ _A = [pow(MULTIPLIER, k, 1 << 64) for k in range(16)]
 _LOW = gl.constexpr(tuple(a & 0xFFFFFFFF for a in _A))
 _HIGH = gl.constexpr(tuple(a >> 32 for a in _A))
 _FOLD = gl.constexpr(power(16 * _ROWS))
+_EACH = gl.constexpr(32 * WARPS)  # checksums of one program
+_LINE = gl.constexpr(gl.BlockedLayout([1], [32], [WARPS], [0]))
+_LENGTH = gl.constexpr(signed(LENGTH))
+_FIRST_MIX, _SECOND_MIX = (gl.constexpr(signed(factor)) for factor in MIX)
 
 
 @gluon.jit
@@ -109,6 +124,38 @@ def _sum_word(value):
             low += byte.to(gl.uint64) * _LOW[4 * c + k]
             high += byte * _HIGH[4 * c + k]
     return (low + (high.to(gl.uint64) << 32)).to(gl.int64, bitcast=True)
+
+
+@gluon.jit(do_not_specialize=["nbytes"])
+def finish_sums(sums, counts, nbytes: gl.int64, result, n, COUNTS: gl.constexpr):
+    """``result[i]``: the checksum of ``sums[i]``, of ``counts[i]`` bytes each if COUNTS, else of ``nbytes`` all."""
+    i = gl.program_id(0) * _EACH + gl.arange(0, _EACH, _LINE)
+    h = gl.load(sums + i, mask=i < n, other=0)
+    if COUNTS:
+        h += gl.load(counts + i, mask=i < n, other=0) * _LENGTH
+    else:
+        h += nbytes * _LENGTH
+    h = _mixed(h) * _FIRST_MIX
+    h = _mixed(h) * _SECOND_MIX
+    gl.store(result + i, _mixed(h), mask=i < n)
+
+
+@gluon.jit
+def _mixed(h):
+    """int64 xor itself shifted right by 33 bits."""
+    return h ^ (h.to(gl.uint64, bitcast=True) >> 33).to(gl.int64, bitcast=True)
+
+
+def launch_finish(sums: torch.Tensor, nbytes: torch.Tensor | int) -> torch.Tensor:
+    """`checksum.finish` of int64 ``sums`` on a GPU; one launch, on the current stream."""
+    sums, each = sums.contiguous(), isinstance(nbytes, torch.Tensor)
+    counts = nbytes.expand(sums.shape).contiguous() if isinstance(nbytes, torch.Tensor) else sums
+    result = torch.empty_like(sums)
+    if n := sums.numel():
+        with torch.cuda.device(sums.device):
+            grid = (-(-n // _EACH.value),)
+            finish_sums[grid](sums, counts, 0 if each else nbytes, result, n, COUNTS=each, num_warps=WARPS)
+    return result
 
 
 def sums_on_device(addresses: np.ndarray, counts: np.ndarray, device: torch.device) -> torch.Tensor:

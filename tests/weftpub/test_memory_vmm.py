@@ -85,7 +85,7 @@ def test_low_addresses_of_piecewise_mapped_memory_are_memory(monkeypatch: pytest
     for kind in (SpanChecksums, SpanCopies):
         monkeypatch.setattr(kind, "_on_gpu", lambda self, table, *_: seen.append(int(table.reshape(-1)[0])))
     gpu, low, released = torch.device("cuda", 0), 0x302000000, 1 << 32
-    SpanChecksums(gpu).compute(np.array([low]), np.array([16]))
+    SpanChecksums(gpu).sums(np.array([low]), np.array([16]))
     SpanCopies(gpu).copy(np.array([[low, low + 4096, 16, 1, 16, 16]]))
     assert seen == [low, low]
     with pytest.raises(ShapeError, match="is a tensor offloaded"):

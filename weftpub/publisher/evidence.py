@@ -3,6 +3,7 @@ on both sides.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -45,7 +46,7 @@ def check_replicas(plan: Plan, replicas: Sequence[Mapping[str, int]]) -> None:
         )
 
 
-def assemble(tables: Mapping[int, PieceTable], pieces: Sequence[Mapping[str, str]]) -> dict[int, bytes]:
+def assemble(tables: Mapping[int, PieceTable], pieces: Sequence[Mapping[str, Any]]) -> dict[int, bytes]:
     """Checksums of every receiver's pieces in their order, from what each sender computed for its own.
 
     Raises:

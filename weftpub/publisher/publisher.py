@@ -257,7 +257,7 @@ class Publisher:
                     self._require_commit_path()
             with clock.phase("checksum"):
                 self._sender.bind(plan, as_buffers(sources), version)
-                return self._sender.checksums(known)
+                return self._sender.checksums(known, travels=self._group.size > 1)
 
         def conclude(values: list[Any]) -> Any:
             check_replicas(plan, [value["replicas"] for value in values])

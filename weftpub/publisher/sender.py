@@ -38,6 +38,7 @@ __all__ = ["Sender"]
 
 _PROBE_BYTES = 4096
 
+type _Values = np.ndarray[tuple[int], np.dtype[np.uint64]]
 type _Request = tuple[Callable[..., m.Request], Mapping[str, object]]
 
 
@@ -122,15 +123,18 @@ class Sender:
         self._nbytes = self._shared_nbytes = self._chunks = 0
         self._kinds.clear()
 
-    def checksums(self, known: Mapping[str, int]) -> dict[str, Any]:
-        """Checksums as plain data: per receiver those of this sender's pieces, and those of tensors that other ranks
-        hold too.
+    def checksums(self, known: Mapping[str, int], *, travels: bool = True) -> dict[str, Any]:
+        """Per receiver the checksums of this sender's pieces, and those of tensors that other ranks hold too.
+
+        Args:
+            travels: as data that JSON can hold, for another rank; else the pieces' as arrays.
         """
         compiled, _, tensors = self._bound()
         _, index, lanes, replicas = compiled
         values = index.checksums(tensors, known, self.limit)
+        pieces = {str(receiver): values[lane.regions] for receiver, lane in lanes.items()}
         return {
-            "pieces": {str(receiver): _encode(values[lane.regions]) for receiver, lane in lanes.items()},
+            "pieces": {receiver: _encode(array) for receiver, array in pieces.items()} if travels else pieces,
             "replicas": {name: int(values[number]) for name, number in replicas.items()},
         }
 
@@ -352,12 +356,12 @@ def new_nonce() -> str:
     return secrets.token_hex(16)
 
 
-def decode(text: str) -> "np.ndarray[tuple[int], np.dtype[np.uint64]]":
-    """Checksums from `Sender.checksums`."""
-    return np.frombuffer(base64.b64decode(text), dtype="<u8")
+def decode(found: str | _Values) -> _Values:
+    """Pieces' checksums from `Sender.checksums`."""
+    return np.frombuffer(base64.b64decode(found), dtype="<u8") if isinstance(found, str) else found
 
 
-def _encode(values: "np.ndarray[tuple[int], np.dtype[np.uint64]]") -> str:
+def _encode(values: _Values) -> str:
     return base64.b64encode(values.astype("<u8", copy=False).tobytes()).decode()
 
 

@@ -57,12 +57,10 @@ class BoundPlan:
 
     def bind(self, plans: CopyPlans, live: Mapping[str, torch.Tensor]) -> "ReceiveViews":
         """Views for one publish; PlanError lists the parameters whose layout is no longer the one that was checked."""
-        faults = [
-            f"{name} ({self.layout[name]} planned, {_layout_of(live.get(name))} now)"
-            for name in self.names
-            if not self.fits(name, live.get(name))
-        ]
-        if faults:
+        fits = self.fits
+        differing = [name for name in self.names if not fits(name, live.get(name))]
+        if differing:
+            faults = [f"{name} ({self.layout[name]} planned, {_layout_of(live.get(name))} now)" for name in differing]
             raise PlanError(
                 f"live parameters have changed since the plan was checked: {listing(faults, 4)}; describe the engine "
                 "and plan again"
@@ -71,7 +69,10 @@ class BoundPlan:
 
     def fits(self, name: str, tensor: torch.Tensor | None) -> bool:
         """Whether a tensor has the layout that was checked for the parameter `name`."""
-        return tensor is not None and (tensor.shape, tensor.stride(), tensor.dtype) == self._expected[name]
+        if tensor is None:
+            return False
+        shape, stride, dtype = self._expected[name]
+        return tensor.dtype is dtype and tensor.shape == shape and tensor.stride() == stride
 
 
 class ReceiveViews:
@@ -130,11 +131,8 @@ class ReceiveViews:
     def _unchanged(self, live: Mapping[str, torch.Tensor]) -> bool:
         """Whether every parameter has the address and layout that these views have. They hold its memory, so at the
         same address it is the same memory."""
-        for name, pointer in self._flat.pointers.items():
-            tensor = live.get(name)
-            if tensor is None or tensor.data_ptr() != pointer or not self._bound.fits(name, tensor):
-                return False
-        return True
+        fits = self._bound.fits
+        return not self._flat.moved(live) and all(fits(name, live[name]) for name in self._flat.pointers)
 
     def sha256(self) -> tuple[str, ...]:
         """sha256 of every piece as it lies in the live parameters."""

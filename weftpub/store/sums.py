@@ -14,7 +14,8 @@ import torch
 from weftpub.canonical import CanonicalTensor, Projection
 from weftpub.checksums import Checksums
 from weftpub.store.layout import StoreLayout
-from weftpub_kernels import SpanChecksums, checksum_rows_from_sums
+from weftpub_kernels import SpanChecksums
+from weftpub_kernels.checksum import finish, rows_from_sums
 
 __all__ = ["StoreSums", "content_digest"]
 
@@ -49,6 +50,8 @@ class StoreSums:
         self._parts = list(_parts(layout, self._names))
         weights = [places for _, _, places in self._parts]
         self._rest = np.setdiff1d(np.arange(len(tensors)), np.concatenate(weights)) if weights else _integers([])
+        self._order = np.concatenate([*weights, self._rest])
+        self._counts = torch.from_numpy(self._count[self._order]).to(device)
 
     @property
     def nbytes(self) -> int:
@@ -67,13 +70,12 @@ class StoreSums:
         if not sums:
             return self.read()
         found = [
-            checksum_rows_from_sums(sums[projection].view(shape[0], -1, *sums[projection].shape[2:]), shape)
+            rows_from_sums(sums[projection].view(shape[0], -1, *sums[projection].shape[2:]), shape)[0]
             for projection, shape, _ in self._parts
         ]
-        found.append(self._rest_spans.compute(self._addresses()[self._rest], self._count[self._rest]))
+        found.append(self._rest_spans.sums(self._addresses()[self._rest], self._count[self._rest])[0])
         values = np.empty(len(self._names), dtype=np.int64)
-        order = np.concatenate([*(places for *_, places in self._parts), self._rest])
-        values[order] = torch.cat([part.reshape(-1) for part in found]).cpu().numpy()
+        values[self._order] = finish(torch.cat(found), self._counts).cpu().numpy()
         return Checksums(self._names, values)
 
     def _addresses(self) -> _Indices:

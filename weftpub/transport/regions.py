@@ -12,6 +12,7 @@ costs a few array operations and launches, whether there are ten pieces or ten t
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -162,6 +163,30 @@ def _places_of(buffers: Sequence[torch.Tensor]) -> Places:
     )
 
 
+@dataclass(frozen=True, eq=False)
+class _Spans:
+    """Regions by address, nearly always the same from one publish to the next.
+
+    Attributes:
+        places, numbers: of the tensors and regions that they were found for.
+        by_device: device, numbers of the regions there, and for each its address and bytes.
+    """
+
+    places: Places
+    numbers: Integers
+    by_device: list[tuple[torch.device, Integers, Integers, Integers]]
+
+    def are(self, places: Places, numbers: Integers) -> bool:
+        """Whether these are the spans of these regions of tensors at these places."""
+        mine = self.places
+        return (
+            (numbers is self.numbers or np.array_equal(numbers, self.numbers))
+            and np.array_equal(places.bases, mine.bases)
+            and np.array_equal(places.reaches, mine.reaches)
+            and places.devices == mine.devices
+        )
+
+
 class RegionTable:
     """Regions of named tensors whose content is to be proven. Compiled once from layouts.
 
@@ -181,6 +206,8 @@ class RegionTable:
         self._dense = np.array([offset is not None for offset in offsets], dtype=np.bool_)
         self._offset = np.array([0 if offset is None else offset for offset in offsets], dtype=np.int64)
         self._all = np.arange(len(self._views), dtype=np.int64)
+        self._all_dense = self._all[self._dense]
+        self._spans: _Spans | None = None
         self._sums: dict[torch.device, weftpub_kernels.SpanChecksums] = {}
 
     def __len__(self) -> int:
@@ -202,16 +229,23 @@ class RegionTable:
         """
         wanted = self._all if only is None else np.asarray(only, dtype=np.int64)
         result = np.zeros(len(self._views), dtype=np.uint64)
-        dense = wanted[self._dense[wanted]]
+        dense = self._all_dense if only is None else wanted[self._dense[wanted]]
         if len(dense):
             self._sum_dense(tensors, dense, result)
         if len(dense) < len(wanted):
             self._sum_strided(tensors, wanted[~self._dense[wanted]].tolist(), scratch_bytes, result)
-        return result[wanted]
+        return result if only is None else result[wanted]
 
     def _sum_dense(self, tensors: FlatTensors, numbers: Integers, result: Checksums) -> None:
         """Checksums of regions that are one run of bytes each: one launch per device, by address."""
         places = tensors.places(self._names)
+        if self._spans is None or not self._spans.are(places, numbers):
+            self._spans = self._locate(places, numbers)
+        for device, members, addresses, nbytes in self._spans.by_device:
+            result[members] = self._compute(device, addresses, nbytes)
+
+    def _locate(self, places: Places, numbers: Integers) -> "_Spans":
+        """Where regions are, device by device; TransportError if one does not lie inside its tensor."""
         owner, offset, nbytes = self._tensor[numbers], self._offset[numbers], self._nbytes[numbers]
         outside = np.flatnonzero((offset + nbytes > places.reaches[owner]) | (offset < 0))
         if len(outside):
@@ -221,12 +255,12 @@ class RegionTable:
                 f"the tensor has {places.reaches[owner[first]]}"
             )
         addresses = places.bases[owner] + offset
-        if places.device is not None:
-            result[numbers] = self._compute(places.device, addresses, nbytes)
-            return
+        found: list[tuple[torch.device, Integers, Integers, Integers]] = []
         for device in dict.fromkeys(places.devices):
             here = np.array([d == device for d in places.devices], dtype=np.bool_)[owner]
-            result[numbers[here]] = self._compute(device, addresses[here], nbytes[here])
+            if here.any():
+                found.append((device, numbers[here], addresses[here], nbytes[here]))
+        return _Spans(places, numbers, found)
 
     def _compute(self, device: torch.device, addresses: Integers, nbytes: Integers) -> Checksums:
         if device not in self._sums:

@@ -130,11 +130,16 @@ class FlatTensors:
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> None:
-        self._tensors: dict[str, torch.Tensor] = {}
+        self._names = tuple(dict.fromkeys(names))
+        # Storages hold the memory, whatever becomes of a tensor's `.data`.
+        self._storages: dict[str, torch.UntypedStorage] = {}
+        self._starts: list[int] = []
+        self._reaches: list[int] = []
+        self._devices: list[torch.device] = []
         self._bytes: dict[str, torch.Tensor] = {}
-        self._reaches: dict[str, int] = {}
         self._places: dict[tuple[str, ...], Places] = {}
-        for name in names:
+        self.pointers: dict[str, int] = {}
+        for name in self._names:  # hundreds at every publish: an engine waits while they are looked at
             tensor = tensors.get(name)
             if tensor is None:
                 raise PlanError(
@@ -145,21 +150,25 @@ class FlatTensors:
                     f"{name}: {tensor.dtype} {list(tensor.shape)} is {tensor.layout} on {tensor.device}; expected a "
                     "dense tensor on a CPU or GPU"
                 )
-            reach = self._reaches[name] = _reach(tensor)
+            reach = tensor.nbytes if tensor.is_contiguous() else _reach(tensor)
+            start = int(tensor.storage_offset()) * tensor.element_size()
             storage = tensor.untyped_storage()
-            if reach and tensor.storage_offset() * tensor.element_size() + reach > storage.nbytes():
+            if reach and start + reach > storage.nbytes():
                 # torch would quietly put new memory of undefined content behind it.
                 raise PlanError(
                     f"{name}: {tensor.dtype} {list(tensor.shape)} has no memory behind it, it was released; "
                     "bring it back (reload the store, or resume the engine's weights) before the publish"
                 )
-            self._tensors[name] = tensor.detach()  # holds the memory, whatever becomes of the tensor's `.data`
-        self.pointers = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
+            self._storages[name] = storage
+            self._starts.append(start)
+            self._reaches.append(reach)
+            self._devices.append(tensor.device)
+            self.pointers[name] = tensor.data_ptr()
 
     @cached_property
     def devices(self) -> tuple[torch.device, ...]:
         """Devices of the tensors, each once."""
-        return tuple(dict.fromkeys(tensor.device for tensor in self._tensors.values()))
+        return tuple(dict.fromkeys(self._devices))
 
     def moved(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
         """Names whose tensor is gone or starts at another address than when this object was made."""
@@ -172,11 +181,15 @@ class FlatTensors:
     def places(self, names: tuple[str, ...]) -> Places:
         """Where the named tensors are."""
         if names not in self._places:
-            self._places[names] = Places(
-                np.array([self.pointers[name] for name in names], dtype=np.int64),
-                np.array([self._reaches[name] for name in names], dtype=np.int64),
-                tuple(self._tensors[name].device for name in names),
-            )
+            whole = self._whole
+            if names == self._names:
+                self._places[names] = whole
+            else:
+                index = [self._index[name] for name in names]
+                devices = self._devices
+                self._places[names] = Places(
+                    whole.bases[index], whole.reaches[index], tuple(devices[number] for number in index)
+                )
         return self._places[names]
 
     def run(self, name: str, offset: int, nbytes: int) -> torch.Tensor:
@@ -193,25 +206,33 @@ class FlatTensors:
 
     def box(self, view: ViewSpec) -> torch.Tensor:
         """A view as integers of its element's width."""
-        tensor = self._tensors[view.param]
-        bits = bits_dtype(view.dtype)
-        whole = torch.empty(0, dtype=bits, device=tensor.device).set_(tensor.untyped_storage(), 0, (0,), (1,))
-        return whole.as_strided(view.shape, view.stride, tensor.storage_offset() + view.offset)
+        number, bits = self._index[view.param], bits_dtype(view.dtype)
+        whole = torch.empty(0, dtype=bits, device=self._devices[number])
+        whole.set_(self._storages[view.param], 0, (0,), (1,))
+        return whole.as_strided(view.shape, view.stride, self._starts[number] // bits.itemsize + view.offset)
+
+    @cached_property
+    def _index(self) -> dict[str, int]:
+        return {name: number for number, name in enumerate(self._names)}
+
+    @cached_property
+    def _whole(self) -> Places:
+        bases = np.fromiter(self.pointers.values(), dtype=np.int64, count=len(self._names))
+        return Places(bases, np.array(self._reaches, dtype=np.int64), tuple(self._devices))
 
     def _flat(self, name: str) -> torch.Tensor:
         flat = self._bytes.get(name)
         if flat is None:
-            tensor = self._tensors[name]
-            start = tensor.storage_offset() * tensor.element_size()
-            flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-            flat.set_(tensor.untyped_storage(), start, (self._reaches[name],), (1,))
+            number = self._index[name]
+            flat = torch.empty(0, dtype=torch.uint8, device=self._devices[number])
+            flat.set_(self._storages[name], self._starts[number], (self._reaches[number],), (1,))
             self._bytes[name] = flat
         return flat
 
 
 def _reach(tensor: torch.Tensor) -> int:
     """Bytes from a tensor's first element to the end of its last."""
-    if tensor.is_contiguous() or not tensor.numel():
-        return tensor.nbytes
+    if not tensor.numel():
+        return 0
     last = sum((n - 1) * k for n, k in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
