@@ -82,6 +82,7 @@ def test_dequantize_on_a_gpu_is_that_of_a_cpu() -> None:
 
 
 def test_the_current_stream_is_used() -> None:
+    """On any other stream the kernel would read zeros while this one sleeps."""
     stream = torch.cuda.Stream()
     x, out = torch.zeros(512, 512, device="cuda"), QuantizedPair.empty((512, 512), "cuda")
     quantize_into(x, out)
@@ -90,7 +91,6 @@ def test_the_current_stream_is_used() -> None:
         torch.cuda._sleep(100_000_000)
         x.fill_(2.0)
         quantize_into(x, out)
-    assert not stream.query()
     stream.synchronize()
     assert (out.w.float() == 448).all()
 

@@ -218,6 +218,8 @@ def test_no_byte_depends_on_the_tuning(turn: Turn) -> None:
 
 @pytest.mark.gpu
 def test_the_current_stream_is_used_and_can_be_captured() -> None:
+    """On any other stream the kernel would read before the sleep is over, and be missing from the graph. Whether the
+    sleep is still going on is not asked: a busy host may get there after it."""
     w, wt = (torch.zeros(512, 512, dtype=torch.uint8, device="cuda") for _ in range(2))
     transpose(w, wt)
     torch.cuda.synchronize()
@@ -226,7 +228,6 @@ def test_the_current_stream_is_used_and_can_be_captured() -> None:
         torch.cuda._sleep(100_000_000)
         w[3, 5] = 9
         transpose(w, wt)
-    assert not stream.query()
     stream.synchronize()
     assert wt[5, 3] == 9
     graph = torch.cuda.CUDAGraph()

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -243,15 +244,18 @@ def test_the_cpu_has_host_lanes() -> None:
 GPU_SHAPES = {f"m{i}": (512, 1024) for i in range(8)}
 
 
-def run_on_gpu(slots: int, gradients_on: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], MasterSet]:
-    """A run whose writer sleeps 10 ms on the stream before it reads; returns what it saw, what was expected."""
+def run_on_gpu(
+    slots: int, gradients_on: str, cycles: int = 20_000_000
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], MasterSet]:
+    """A run whose writer sleeps on the stream before it reads, 10 ms if nothing else is said; returns what it saw, what
+    was expected."""
     masters = build_masters(GPU_SHAPES)
     gradients = build_gradients(masters)
     expected = expected_after(masters, gradients)
     seen: dict[str, torch.Tensor] = {name: torch.empty(512, 1024, device="cuda") for name in masters}
 
     def slow_writer(name: str, matrix: torch.Tensor) -> None:
-        torch.cuda._sleep(20_000_000)
+        torch.cuda._sleep(cycles)
         seen[name].copy_(matrix)
 
     placed = {name: gradient.to(gradients_on) for name, gradient in gradients.items()}
@@ -271,9 +275,10 @@ def test_gpu_a_slow_writer_holds_its_slot(slots: int, gradients_on: str) -> None
 
 @pytest.mark.gpu
 def test_gpu_the_slow_writer_test_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the lanes deaf to every mark, the slow writer reads a later matrix: the test above sees races."""
+    """With the lanes deaf to every mark, the slow writer reads a later matrix: the test above sees races. The sleeps
+    together are more than a second, in which even a busy host has enqueued the next loads."""
     monkeypatch.setattr(CudaLanes, "wait", lambda self, lane, mark: None)
-    seen, expected, _ = run_on_gpu(2, "cuda")
+    seen, expected, _ = run_on_gpu(2, "cuda", cycles=400_000_000)
     assert not same(seen, expected)
 
 
@@ -310,9 +315,12 @@ def test_gpu_pageable_masters_are_refused() -> None:
 
 
 @pytest.mark.gpu
-def test_gpu_a_hung_kernel_meets_the_deadline() -> None:
+def test_gpu_a_hung_kernel_meets_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel ends after all; that it has not yet is said by its stream, whatever the host's speed."""
     lanes = CudaLanes(torch.device("cuda", torch.cuda.current_device()))
-    lanes.enqueue(Lane.COMPUTE, lambda: torch.cuda._sleep(4_000_000_000))
-    with pytest.raises(DeadlineError, match=r"cuda:\d+, lane 'compute'.*allowed 0.1 s.*likely"):
-        lanes.drain(0.1)
+    lanes.enqueue(Lane.COMPUTE, lambda: torch.cuda._sleep(200_000_000))
+    with monkeypatch.context() as patch:
+        patch.setitem(lanes._streams, Lane.COMPUTE, SimpleNamespace(query=lambda: False))
+        with pytest.raises(DeadlineError, match=r"cuda:\d+, lane 'compute'.*allowed 0.1 s.*likely"):
+            lanes.drain(0.1)
     lanes.drain(60.0)
