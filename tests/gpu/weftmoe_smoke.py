@@ -1,6 +1,6 @@
 """The smoke run on one GPU or two: variants x seeds, learning rate 0, and a run that is killed and resumed.
 
-    python tests/gpu/weftmoe_smoke.py --out OUT [--only train,kl,frozen,resume,shared,two-gpus]
+    python tests/gpu/weftmoe_smoke.py --out OUT [--only script,train,kl,frozen,resume,shared,two-gpus]
         [--variants baseline,bf16,fp8] [--optimizer muon] [--seeds 1,2,3] [--steps 50] [--side-by-side 3]
         [--seconds 560] [--work DIR] [--cpu] [--tiny]
 
@@ -8,6 +8,8 @@ Writes OUT/weftmoe_smoke.json (a row per run, with the commit), OUT/weftmoe_smok
 every run) and, where matplotlib is installed, OUT/weftmoe_smoke.png; all of it is there after every section, and after
 SIGTERM. Exits with 1 if a check fails. Models, checkpoints and runs lie under DIR. Sections:
 
+    script    `run.sh fp8 --smoke` as the README has it, with the doctor and a model of its own, then `weftpub report`;
+              by itself, before anything else is started or made
     train     each variant with each seed; the made model of a seed is shared by its variants. Reward rises from the
               warm-up's level; fp8 ends within the seeds' spread of bf16; log-prob differences stay flat
     kl        each variant at learning rate 1e-6, two steps on the same prompts with the same random numbers: KL of step
@@ -35,6 +37,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import statistics
 import subprocess
@@ -44,6 +47,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,9 +68,15 @@ ROOT = Path(__file__).resolve().parents[2]
 # Few problems, that come again every few steps: fifty steps show learning above the noise of sampling. On a CPU thirty
 # steps of this size raised the reward from 0.35 to 0.66.
 TASK = ("smoke.problems=64", "algorithm.prompts=16", "algorithm.completions=16", "optimizer.lr=2e-4")
-PLUGIN = "[sglang.srt.plugins]\nweftpub = weftpub_adapters.sglang.plugin:register\n"
+ENTRY_POINTS = """[sglang.srt.plugins]
+weftpub = weftpub_adapters.sglang.plugin:register
+[weftpub.commands]
+report = weftmoe.report.command:report
+"""
+WEFTPUB = "import sys; from weftpub import cli; sys.exit(cli.run())"  # the command, where it is not installed
 KEPT = (LOG_NAME, "output.txt", "settings.yaml")
 ALL_EXPERTS = "smoke.top_k=8"  # of eight
+ALONE = ("script",)  # its engine has the memory that a user's would find
 TWO_GPUS = {
     "tp2-to-ep2": ("train.tensor=2", "train.sequence_parallel=true", "rollout.expert=2"),
     "dp2-to-ep2": ("rollout.expert=2",),
@@ -78,10 +88,11 @@ TWO_GPUS = {
 
 @dataclass(frozen=True)
 class Run:
-    """One run to start."""
+    """One run to start; `script` are the arguments of run.sh, for one that is started through it."""
 
     name: str
     settings: Settings
+    script: tuple[str, ...] | None = None
     kill_after_step: int | None = None
     tell_after_step: int | None = None
     ranks: int = 1
@@ -188,9 +199,10 @@ class Room:
         self._plugin = self.work / "plugin"
         info = self._plugin / "weftpub_tree-0.dist-info"
         info.mkdir(parents=True, exist_ok=True)
-        # The checkout is not installed here: this is how the engine's processes find its plugin.
+        # The checkout is not installed here: this is how the engine's processes find its plugin, and `weftpub` its
+        # commands.
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: weftpub_tree\nVersion: 0\n", encoding="utf-8")
-        (info / "entry_points.txt").write_text(PLUGIN, encoding="utf-8")
+        (info / "entry_points.txt").write_text(ENTRY_POINTS, encoding="utf-8")
 
     def settings(
         self, name: str, variant: str, seed: int, steps: int, *more: str, deterministic: bool = False
@@ -242,16 +254,15 @@ class Room:
         with self._places:
             out = run.settings.out
             out.mkdir(parents=True, exist_ok=True)
-            settings = out / "settings.yaml"
-            composed.write(run.settings, settings)
+            command, environment = self._command(run)
             began = time.monotonic()
             with (out / "output.txt").open("ab") as output:
                 process = subprocess.Popen(
-                    [*_command(run.ranks), str(settings)],
+                    command,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    env=self._environment(run.settings),
+                    env=environment,
                     start_new_session=True,
                 )
                 code, ready = self._wait(process, run, began)
@@ -281,17 +292,31 @@ class Room:
                 told = True
                 process.send_signal(signal.SIGUSR1)
             if late or due:
-                os.killpg(process.pid, signal.SIGKILL)
+                if run.script is not None:  # its run has a process group of its own, which it ends
+                    process.terminate()
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(90)
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
                 code = process.wait()
                 return None if late else code, ready
 
-    def _environment(self, settings: Settings) -> dict[str, str]:
+    def _command(self, run: Run) -> tuple[list[str], dict[str, str]]:
+        """What starts a run, and its environment."""
+        if run.script is not None:
+            return [str(ROOT / "examples" / "weftmoe" / "run.sh"), *run.script], self.environment()
+        settings = run.settings.out / "settings.yaml"
+        composed.write(run.settings, settings)
+        base = {"OMP_NUM_THREADS": "2", **self.environment()}  # neighbours want processors, too
+        return [*_command(run.ranks), str(settings)], role_environment(run.settings, "trainer", base)
+
+    def environment(self) -> dict[str, str]:
+        """This process's, and this checkout as if it were installed."""
         folders = [self._plugin, *(ROOT / part for part in ("", "kernels", "adapters", "examples"))]
         inherited = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
         path = os.pathsep.join(dict.fromkeys([*map(str, folders), *inherited]))
         cpu = {"CUDA_VISIBLE_DEVICES": ""} if self.options.cpu else {}
-        base = {"OMP_NUM_THREADS": "2", **os.environ, "PYTHONPATH": path, **cpu}  # neighbours want processors, too
-        return role_environment(settings, "trainer", base)
+        return {**os.environ, "PYTHONPATH": path, "PYTHON": sys.executable, **cpu}
 
     def pack(self) -> None:
         """What is worth keeping of all runs, in one file."""
@@ -318,6 +343,37 @@ def _count(out: Path, kind: str) -> int:
 
 
 # Sections.
+
+
+def section_script(room: Room, report: Report) -> None:
+    """What a user types first. A run whose model is made elsewhere says nothing about it: rank 0 had warmed the model
+    up in its own process, and could not load TransformerEngine afterwards."""
+    out, steps = room.work / "runs" / "script", 5
+    shutil.rmtree(out, ignore_errors=True)  # it would go on from a checkpoint there
+    few = ["algorithm.prompts=4", "algorithm.completions=4", "smoke.warmup_steps=20"] if room.options.tiny else []
+    settings = composed.load("fp8", smoke=room.place, overrides=[f"out={out}", f"steps={steps}", *few])
+    script = ("fp8", "--smoke", "--steps", str(steps), "--out", str(out), *few)
+    ended = room.run(Run("script", settings, script=script))
+    said = (out / "output.txt").read_text(encoding="utf-8", errors="replace").splitlines()
+    words = [line for line in said if line.startswith(("doctor: ", "warn ", "fail "))]
+    report.check("script: the doctor was asked", any("doctor: " in line for line in words), "; ".join(words))
+    row = report.row("script", ended)
+    if row is None:
+        return
+    report.check("script: every step is recorded", row.steps == steps, row.steps)
+    _check_versions(report, "script", row)
+    drawn = subprocess.run(
+        [sys.executable, "-c", WEFTPUB, "report", str(out)],
+        env=room.environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    picture = out / "report.png"
+    whole = drawn.returncode == 0 and picture.is_file() and picture.read_bytes().startswith(b"\x89PNG")
+    tail = (drawn.stdout if whole else drawn.stderr).splitlines()[-1:]
+    report.check("script: weftpub report draws it", whole, f"exit {drawn.returncode}: {' '.join(tail)}")
 
 
 def section_train(room: Room, report: Report) -> None:
@@ -516,6 +572,7 @@ def section_two_gpus(room: Room, report: Report) -> None:
 
 
 SECTIONS = {
+    "script": section_script,
     "train": section_train,
     "kl": section_kl,
     "frozen": section_frozen,
@@ -546,7 +603,9 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path, help="models, checkpoints and runs; OUT/work if not given")
-    parser.add_argument("--only", type=lambda text: text.split(","), default=["train", "kl", "frozen", "resume"])
+    parser.add_argument(
+        "--only", type=lambda text: text.split(","), default=["script", "train", "kl", "frozen", "resume"]
+    )
     parser.add_argument("--variants", type=lambda text: text.split(","), default=["baseline", "bf16", "fp8"])
     parser.add_argument("--optimizer", choices=composed.OPTIMIZERS, default="muon")
     parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[1, 2, 3])
@@ -576,20 +635,27 @@ def main() -> int:
         return 0
     report = Report(room.out / "weftmoe_smoke.json", options.commit or _commit())
     signal.signal(signal.SIGTERM, lambda *_: room.stopped.set())
-    for seed in options.seeds:
-        room.make_model(seed)
+
+    def run_sections(names: Sequence[str]) -> None:
+        """Side by side."""
+        with ThreadPoolExecutor(max(1, len(names))) as pool:
+            sections = {name: pool.submit(run_section, name) for name in names}
+            for name, done in sections.items():
+                error = done.exception()
+                if error is not None:
+                    report.check(f"{name}: the section itself", False, f"{type(error).__name__}: {error}")
 
     def run_section(name: str) -> None:
         SECTIONS[name](room, report)
         report.write()
         room.pack()
 
-    with ThreadPoolExecutor(len(options.only)) as pool:
-        sections = {name: pool.submit(run_section, name) for name in options.only}
-        for name, done in sections.items():
-            error = done.exception()
-            if error is not None:
-                report.check(f"{name}: the section itself", False, f"{type(error).__name__}: {error}")
+    others = [name for name in options.only if name not in ALONE]
+    run_sections([name for name in options.only if name in ALONE])
+    if others:
+        for seed in options.seeds:
+            room.make_model(seed)
+    run_sections(others)
     report.write()
     draw(room.work, room.out)
     room.pack()
