@@ -355,8 +355,9 @@ def section_script(room: Room, report: Report) -> None:
     script = ("fp8", "--smoke", "--steps", str(steps), "--out", str(out), *few)
     ended = room.run(Run("script", settings, script=script))
     said = (out / "output.txt").read_text(encoding="utf-8", errors="replace").splitlines()
-    words = [line for line in said if line.startswith(("doctor: ", "warn ", "fail "))]
-    report.check("script: the doctor was asked", any("doctor: " in line for line in words), "; ".join(words))
+    marked = [line.partition(":")[0] for line in said if line.startswith(("warn ", "fail "))]
+    verdict = [line for line in said if line.startswith("doctor: ")]
+    report.check("script: the doctor was asked", len(verdict) == 1, "; ".join([*marked, *verdict]))
     row = report.row("script", ended)
     if row is None:
         return
@@ -372,8 +373,8 @@ def section_script(room: Room, report: Report) -> None:
     )
     picture = out / "report.png"
     whole = drawn.returncode == 0 and picture.is_file() and picture.read_bytes().startswith(b"\x89PNG")
-    tail = (drawn.stdout if whole else drawn.stderr).splitlines()[-1:]
-    report.check("script: weftpub report draws it", whole, f"exit {drawn.returncode}: {' '.join(tail)}")
+    said = [picture.name] if whole else drawn.stderr.splitlines()[-1:]
+    report.check("script: weftpub report draws it", whole, f"exit {drawn.returncode}: {' '.join(said)}")
 
 
 def section_train(room: Room, report: Report) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 from result_files import keep, made_anew, notes
 
 TITLES = {
+    "script": "The first command of the README",
     "train": "Training",
     "kl": "KL of two steps that differ by one publish",
     "frozen": "Learning rate 0",
@@ -27,6 +28,8 @@ TITLES = {
     "two-gpus": "Two GPUs",
 }
 ABOUT = {
+    "script": "`run.sh fp8 --smoke` with the doctor and a model of its own, before anything else was started; then "
+    "`weftpub report`.",
     "train": "Rewards are means of the first and last steps of a run; differences are mean |trainer - rollout| "
     "log-probs of trained tokens, before the update.",
     "kl": "Learning rate 1e-6, the same prompts and random numbers in both steps. Runs named `-two` give each token "
