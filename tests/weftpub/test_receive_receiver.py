@@ -674,8 +674,8 @@ def test_an_error_in_any_alphabet_goes_back(receiving: Driver) -> None:
     """An engine failed over a file whose name is not UTF-8. Its message could not be put into a reply, that error ended
     the receiver's loop, and the publisher waited out its deadline for a rank that was gone. The reason stays in the
     state and goes into every later reply."""
-    receiving.chunks()
     receiving.engine.fail_in["post_process"] = "no such file: caf\udce9" + "." * 100_000
+    receiving.chunks()
     verify = m.Verify(run_id="run", session="a" * 16, request=9, version=2, nonce="b" * 16)
     reply = m.decode_reply(answer_to(receiving.receiver, m.encode(verify)) or b"")
     assert isinstance(reply, m.Failed)

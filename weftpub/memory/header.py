@@ -316,6 +316,7 @@ class Header:
             number, now = self._newest()
             after = change(now)
             _write_copy(self._map, number + 1, after)
+            self._last = _heads(self._map), number + 1, after
             return after
 
     @contextmanager

@@ -14,6 +14,7 @@ import torch
 
 from weftpub.channel import Deadlines
 from weftpub.errors import StateError, TransportError, WeftpubError
+from weftpub.memory.allocation import joined_allocations
 from weftpub.plan import Plan, ViewSpec
 from weftpub.publisher.lanes import Lane, build_lanes
 from weftpub.publisher.peers import PeerLink, exchange
@@ -30,6 +31,7 @@ from weftpub.transport import (
     settle,
     shared_exports,
 )
+from weftpub.transport.tensors import Known
 from weftpub.wire import messages as m
 from weftpub.wire.identity import Identity
 from weftpub.wire.offers import Offer
@@ -75,8 +77,8 @@ class Sender:
         self._chosen: dict[PeerLink, tuple[Identity, torch.device, TransportKind]] = {}
         self._joined: dict[PeerLink, tuple[Identity, frozenset[str], frozenset[str]]] = {}
         self._compiled: tuple[str, SourceIndex, dict[int, Lane], dict[str, int]] | None = None
-        # Lives as long as the trainer's own object does, and holds storages, not their memory: that can be released.
-        self._flat: WeakKeyDictionary[SourceBuffers, FlatTensors] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[SourceBuffers, Known] = WeakKeyDictionary()
+        self._shared: tuple[Known, tuple[str, ...], Mapping[str, tuple[Offer, int]]] | None = None
         self._exports: dict[TransportKind, dict[str, tuple[Offer, int]]] = {}
         self._kept: dict[PeerLink, frozenset[str]] = {}
         self._sources: SourceBuffers | None = None
@@ -109,17 +111,19 @@ class Sender:
             replicas = {name: index.add(name, index.views[name]) for name in replicated(plan, self.rank)}
             self._compiled = plan.digest, index, lanes, replicas
         index = self._compiled[1]
-        index.check(sources.buffers)
-        self._sources = sources
-        flat = self._flat.get(sources)
-        if flat is None or tuple(flat.pointers) != index.buffers or flat.moved(sources.buffers):
-            flat = self._flat[sources] = FlatTensors(sources.buffers, index.buffers)
+        known = self._known.get(sources)
+        flat = None if known is None else FlatTensors(sources.buffers, index.buffers, known)
+        if flat is None or not flat.seen:
+            index.check(sources.buffers)
+            flat = FlatTensors(sources.buffers, index.buffers)
+            self._known[sources] = flat.known
         self._tensors = flat
+        self._sources = sources
         settle(self._tensors.devices)
         self._device = next((d for d in self._tensors.devices if d.type == "cuda"), torch.device("cpu"))
         self._version = version
         if self._wish == "auto":
-            self._exports["shared_store"] = dict(shared_exports(sources.buffers))
+            self._exports["shared_store"] = dict(self._shared_exports(sources, flat.known))
         self._nbytes = self._shared_nbytes = self._chunks = 0
         self._kinds.clear()
 
@@ -190,6 +194,7 @@ class Sender:
             exports=self._exports,
             pool=self._pool,
             seconds=self._deadlines.chunk,
+            after_last=self._deadlines.verify,
             failed=lambda link, error: self._left_out(failed(link, error)),
             drop=self._drop,
             finished=finished,
@@ -213,6 +218,13 @@ class Sender:
         kept = {link: (m.Drop, {"allocations": sorted(names)}) for link, names in self._kept.items() if names}
         self._kept.clear()
         self._drop_all(kept)
+
+    def _shared_exports(self, sources: SourceBuffers, known: Known) -> Mapping[str, tuple[Offer, int]]:
+        """Buffers in memory that receivers may map too; asked for again when buffers or such memory are others."""
+        held = tuple(memory.id for memory in joined_allocations())
+        if self._shared is None or self._shared[0] is not known or self._shared[1] != held:
+            self._shared = known, held, shared_exports(sources.buffers)
+        return self._shared[2]
 
     def _export(self, kind: TransportKind, sources: SourceBuffers) -> dict[str, tuple[Offer, int]]:
         """Buffers that can be shown where they are over this transport; the first reason against one is noted."""

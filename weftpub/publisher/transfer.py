@@ -62,6 +62,7 @@ class Transfer:
             its byte offset in it. The others are packed.
         pool: staging buffers.
         seconds: deadline of each chunk.
+        after_last: how much longer the answer to a receiver's last chunk may take: it post-processes before.
         failed: called when a receiver fails; raises to end the transfer, or returns the links that are to be left out
             from then on.
         drop: see `StagingPool.prepare`.
@@ -78,6 +79,7 @@ class Transfer:
         exports: Mapping[TransportKind, Mapping[str, tuple[Offer, int]]],
         pool: StagingPool,
         seconds: float,
+        after_last: float,
         failed: Callable[[PeerLink, WeftpubError], Sequence[PeerLink]],
         drop: Callable[[Staged], None],
         finished: Callable[[PeerLink], None],
@@ -88,6 +90,7 @@ class Transfer:
         self._tensors = tensors
         self._pool = pool
         self._seconds = seconds
+        self._after_last = after_last
         self._failed = failed
         self._drop = drop
         self._finished = finished
@@ -178,6 +181,7 @@ class Transfer:
         self.nbytes += parcel.nbytes - mapped
         self.chunks += 1
         if p.following == len(p.parcels):
+            p.deadline.allowed += self._after_last
             self._finished(link)
         return True
 

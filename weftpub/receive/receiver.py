@@ -7,8 +7,9 @@
     pause      SERVING -> PAUSED
     begin      PAUSED, COMMITTED, TORN -> RECEIVING; the views are made from the live parameters, whose memory is asked
                for once more then: an engine that gives it away looks for a receive first
-    chunk      RECEIVING; open, copy, wait for the copy, let go, answer. The first makes it dirty
-    verify     RECEIVING -> VERIFIED; all arrived, post_process ran once, checksums of the live views agree
+    chunk      RECEIVING; open, copy, wait for the copy, let go, answer. The first makes it dirty; behind the copies of
+               the last one the engine post-processes, once, and the device begins checksums of the live views
+    verify     RECEIVING -> VERIFIED; all arrived, post_process ran, the checksums agree
     commit     VERIFIED -> COMMITTED; told by a publisher whose record is on disk
     resume     COMMITTED, PAUSED -> SERVING; TORN if an offload took the weights meanwhile
     abort      RECEIVING -> PAUSED if clean, else TORN; VERIFIED -> TORN; the same when the receiver is closed
@@ -24,6 +25,7 @@ The receiver does no I/O of its own but opening offers, and holds no lock: one t
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from weftpub.errors import StaleError, StateError
@@ -34,6 +36,7 @@ from weftpub.receive.engine import EngineSide, Readiness
 from weftpub.receive.reception import Reception
 from weftpub.receive.views import BoundPlan
 from weftpub.transport import ReceiveTransport, TransportKind, open_receive_transports
+from weftpub.transport.tensors import Known
 from weftpub.version import EngineState, VersionState
 from weftpub.wire import messages as m
 from weftpub.wire.identity import local_identity
@@ -91,7 +94,7 @@ class Receiver:
         self._plans: CopyPlans | None = None
         self._layouts = LayoutMemory()
         self._reception: Reception | None = None
-        self._verified_at: Mapping[str, int] = {}
+        self._verified: Known | None = None  # where what was verified last lies
         self._heard = time.monotonic()
         description = engine.describe()
         self.name = description.engine
@@ -317,7 +320,7 @@ class Receiver:
             )
         if self._plans is None or self._plans.table.limit != request.limit:
             self._plans = CopyPlans(bound.part, request.limit, self._layouts)
-        reception = Reception(self.rank, request, bound, self._plans, self._engine.live_tensors())
+        reception = Reception(self.rank, request, bound, self._plans, self._engine)
         self._state.begin(request.version)
         self._reception = reception
         self._allowed = max(self._silence, request.quiet)
@@ -338,13 +341,13 @@ class Receiver:
         reception = self._current(request.version, request.nonce)
         try:
             self._end_transfer()
-            sha256 = reception.verify(self._engine, sha256=request.sha256)
+            sha256 = reception.verify(sha256=request.sha256)
         except Exception as error:
             self._give_up(f"version {request.version} could not be verified: {error}")
             raise
         self._state.verify(reception.digest)
         self._reception = None
-        self._verified_at = reception.pointers
+        self._verified = reception.known
         return m.Verified(request=request.request, status=self.status(), digest=reception.digest, sha256=sha256)
 
     def _commit(self, request: m.Commit) -> m.Reply:
@@ -399,17 +402,21 @@ class Receiver:
 
     def _check_unmoved(self) -> None:
         """What was verified is what will be served: an offload in between would leave other memory there."""
-        live = self._engine.live_tensors()
-        moved = sorted(n for n, address in self._verified_at.items() if n not in live or live[n].data_ptr() != address)
+        assert self._verified is not None, "what is committed was verified"
+        moved = self._verified.moved(self._engine.live_tensors())
         if moved:
             self._tear(
-                f"{len(moved)} parameters moved after version {self._state.incoming} was verified: {listing(moved)}"
+                f"{len(moved)} parameters moved after version {self._state.incoming} was verified: "
+                f"{listing(sorted(moved))}"
             )
             raise self._state.torn_error()
 
     def _give_up(self, reason: str) -> None:
         """End a publish that will not complete: back to the old version if that is still whole, else torn."""
         reception, self._reception = self._reception, None
+        if reception is not None:
+            with suppress(RuntimeError):  # a device that failed; the fence must come all the same
+                reception.end()
         self._end_transfer()
         clean = reception is not None and not reception.dirty and self._state.held is not None
         if clean and self._engine.weights_intact():

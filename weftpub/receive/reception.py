@@ -1,6 +1,6 @@
 """One publish on its way into one engine rank: what has arrived, and the copies that put it in place."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -8,8 +8,9 @@ import torch
 from weftpub.errors import ManifestError, StateError
 from weftpub.receive.copies import CopyPlans
 from weftpub.receive.engine import EngineSide
-from weftpub.receive.views import BoundPlan, ReceiveViews
-from weftpub.transport import ReceiveTransport, TransportKind, settle, wait_for_devices
+from weftpub.receive.views import BoundPlan, Checksums, ReceiveViews
+from weftpub.transport import ReceiveTransport, TransportKind, enqueued, settle, wait_for_devices
+from weftpub.transport.tensors import Known
 from weftpub.wire.manifest import leaf_hash, manifest_digest, unpack_checksums
 from weftpub.wire.messages import Begin, ChunkMessage
 
@@ -24,7 +25,7 @@ class Reception:
         begin: the announcement.
         bound: the checked plan part.
         plans: its copy tables, for the announced limit.
-        live: the engine's live tensors now: the views are made from them.
+        engine: the engine rank; the views are made from its live tensors now.
 
     Raises:
         ManifestError: the announced checksums are not those of this plan, or the digest does not fit them.
@@ -34,24 +35,25 @@ class Reception:
         dirty: whether a byte of the engine's weights may have been written.
     """
 
-    def __init__(
-        self, rank: int, begin: Begin, bound: BoundPlan, plans: CopyPlans, live: Mapping[str, torch.Tensor]
-    ) -> None:
+    def __init__(self, rank: int, begin: Begin, bound: BoundPlan, plans: CopyPlans, engine: EngineSide) -> None:
         self.version = begin.version
         self.nonce = begin.nonce
         self.digest = _checked_digest(rank, begin)
         self.dirty = False
+        self._engine = engine
         self._plans = plans
         self._expected = unpack_checksums(begin.checksums, len(plans.table.pieces))
         self._received = np.zeros(len(plans.table.pieces), dtype=np.bool_)
         self._next: dict[int, int] = {}
-        self._views: ReceiveViews = bound.bind(plans, live)
+        self._views: ReceiveViews = bound.bind(plans, engine.live_tensors())
+        self._compare: Callable[[Checksums], None] | None = None
+        self._fault: Exception | None = None
         settle(self._views.devices)
 
     @property
-    def pointers(self) -> Mapping[str, int]:
-        """Address of every parameter that was written, as of the last look."""
-        return self._views.pointers
+    def known(self) -> Known:
+        """Where the parameters that were written lie, as of the last look."""
+        return self._views.known
 
     def require(self, version: int, nonce: str) -> None:
         """StateError unless a message belongs to this publish."""
@@ -62,7 +64,8 @@ class Reception:
             )
 
     def take(self, chunk: ChunkMessage, transports: Mapping[TransportKind, ReceiveTransport]) -> None:
-        """Copy a chunk into the live parameters; on return the copy is done and the sender's memory let go of.
+        """Copy a chunk into the live parameters; on return the copy is done and the sender's memory let go of. The last
+        one is followed by the engine's post-processing and, on the device, by the checksums that `verify` compares.
 
         Raises:
             ManifestError: the chunk is out of turn, or brings a piece again. Nothing was written.
@@ -91,16 +94,20 @@ class Reception:
                 opened.append(index)
             self.dirty = True
             self._views.scatter(copies, buffers)
-            wait_for_devices(self._views.devices)
+            copied = enqueued(self._views.devices)
+            self._received[pieces] = True
+            self._next[chunk.sender] = due + 1
+            if self._received.all():
+                self._begin_to_verify()
+            for event in copied:
+                event.synchronize()
         finally:
             buffers.clear()
             for index in opened:
                 transports[offers[index].transport].done(offers[index])
-        self._received[pieces] = True
-        self._next[chunk.sender] = due + 1
 
-    def verify(self, engine: EngineSide, *, sha256: bool) -> tuple[str, ...]:
-        """Check that all has arrived, let the engine post-process once, and compare checksums of what it will serve.
+    def verify(self, *, sha256: bool) -> tuple[str, ...]:
+        """Check that all has arrived, that the engine post-processed it, and compare checksums of what it will serve.
 
         Returns:
             sha256 of every piece if asked for.
@@ -109,9 +116,26 @@ class Reception:
             ManifestError: pieces are missing. ChecksumError: bytes differ.
         """
         self._plans.require_all(self._received)
-        engine.post_process()
-        self._views.verify(engine.live_tensors(), self._expected)
+        if self._compare is None and self._fault is None:  # nothing had to arrive
+            self._begin_to_verify()
+        if self._fault is not None:
+            raise self._fault
+        assert self._compare is not None, "verification has begun, or failed to"
+        self._compare(self._expected)
         return self._views.sha256() if sha256 else ()
+
+    def end(self) -> None:
+        """Return when nothing of this publish touches the engine's memory any more, which may then go."""
+        wait_for_devices(self._views.devices)
+
+    def _begin_to_verify(self) -> None:
+        """Post-process, and begin to compute checksums, while the last copy is under way. What goes wrong is told when
+        the publisher asks."""
+        try:
+            self._engine.post_process()
+            self._compare = self._views.begin_to_verify(self._engine.live_tensors())
+        except Exception as error:
+            self._fault = error
 
 
 def _checked_digest(rank: int, begin: Begin) -> str:

@@ -6,7 +6,7 @@ swap replaces them). A view that outlived that would write into dead storage, an
 nothing here holds a tensor longer than one publish; what is kept between publishes is layouts only.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -16,9 +16,12 @@ from weftpub.plan import PlanPart, check_part, check_views, torch_dtype
 from weftpub.plan.views import listing
 from weftpub.receive.copies import CopyPlans
 from weftpub.transport import CopyTable, FlatTensors
+from weftpub.transport.tensors import Known
 from weftpub.wire.description import EngineDescription, parameter_specs
 
 __all__ = ["BoundPlan", "ReceiveViews"]
+
+type Checksums = np.ndarray[tuple[int], np.dtype[np.uint64]]
 
 
 class BoundPlan:
@@ -54,9 +57,14 @@ class BoundPlan:
         check_views(part.destinations, description.layout(), description.exempt)
         self._expected = {s.name: (s.shape, s.stride, torch_dtype(s.dtype)) for s in self.layout.values()}
         self.names = tuple(dict.fromkeys(destination.view.param for destination in part.destinations))
+        self.known: Known | None = None  # of parameters that fitted
 
     def bind(self, plans: CopyPlans, live: Mapping[str, torch.Tensor]) -> "ReceiveViews":
         """Views for one publish; PlanError lists the parameters whose layout is no longer the one that was checked."""
+        return ReceiveViews(self, plans, live)
+
+    def require_fit(self, live: Mapping[str, torch.Tensor]) -> None:
+        """PlanError lists the parameters whose layout is no longer the one that was checked."""
         fits = self.fits
         differing = [name for name in self.names if not fits(name, live.get(name))]
         if differing:
@@ -65,7 +73,6 @@ class BoundPlan:
                 f"live parameters have changed since the plan was checked: {listing(faults, 4)}; describe the engine "
                 "and plan again"
             )
-        return ReceiveViews(self, plans, live)
 
     def fits(self, name: str, tensor: torch.Tensor | None) -> bool:
         """Whether a tensor has the layout that was checked for the parameter `name`."""
@@ -81,8 +88,13 @@ class ReceiveViews:
     def __init__(self, bound: BoundPlan, plans: CopyPlans, live: Mapping[str, torch.Tensor]) -> None:
         self._bound = bound
         self._plans = plans
+        if not all(name in live for name in bound.names):
+            bound.require_fit(live)
+        self._flat = FlatTensors(live, bound.names, bound.known)
+        if not self._flat.seen:  # the same tensors at the same addresses are looked at before they are served
+            bound.require_fit(live)
+        bound.known = self._flat.known
         self._live = {name: live[name] for name in bound.names}
-        self._flat = FlatTensors(self._live, bound.names)
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -90,9 +102,9 @@ class ReceiveViews:
         return self._flat.devices
 
     @property
-    def pointers(self) -> Mapping[str, int]:
-        """Address of every parameter, as of the last bind."""
-        return self._flat.pointers
+    def known(self) -> Known:
+        """Where the parameters are, as of the last bind."""
+        return self._flat.known
 
     def scatter(self, table: CopyTable, buffers: Sequence[torch.Tensor]) -> None:
         """Copy pieces from buffers into the parameters; asynchronous on CUDA."""
@@ -107,17 +119,20 @@ class ReceiveViews:
                 "it is committed"
             )
 
-    def verify(self, live: Mapping[str, torch.Tensor], expected: "np.ndarray[tuple[int], np.dtype[np.uint64]]") -> None:
-        """Compute every piece's checksum from the tensors that the engine will serve, wherever post-processing has put
-        them.
+    def begin_to_verify(self, live: Mapping[str, torch.Tensor]) -> Callable[[Checksums], None]:
+        """Begin to compute every piece's checksum from the tensors that the engine will serve, wherever post-processing
+        has put them. What is returned waits for them, and compares them with those that were announced.
 
         Raises:
-            ChecksumError: bytes differ; names the tensors.
+            ChecksumError: when called: bytes differ; names the tensors.
             PlanError: post-processing gave a parameter another layout.
         """
         if not self._unchanged(live):
             self._flat = self._bound.bind(self._plans, live)._flat
-        found = self._plans.regions.checksums(self._flat, self._plans.table.limit)
+        computed = self._plans.regions.begin_checksums(self._flat, self._plans.table.limit)
+        return lambda expected: self._compare(computed(), expected)
+
+    def _compare(self, found: Checksums, expected: Checksums) -> None:
         wrong = np.flatnonzero(found != expected)
         if len(wrong):
             names = [
@@ -132,7 +147,7 @@ class ReceiveViews:
         """Whether every parameter has the address and layout that these views have. They hold its memory, so at the
         same address it is the same memory."""
         fits = self._bound.fits
-        return not self._flat.moved(live) and all(fits(name, live[name]) for name in self._flat.pointers)
+        return not self._flat.moved(live) and all(fits(name, live[name]) for name in self._bound.names)
 
     def sha256(self) -> tuple[str, ...]:
         """sha256 of every piece as it lies in the live parameters."""

@@ -50,6 +50,8 @@ class StoreSums:
         self._parts = list(_parts(layout, self._names))
         weights = [places for _, _, places in self._parts]
         self._rest = np.setdiff1d(np.arange(len(tensors)), np.concatenate(weights)) if weights else _integers([])
+        self._rest_count = self._count[self._rest]
+        self._placed: tuple[list[int], _Indices, _Indices] | None = None
         self._order = np.concatenate([*weights, self._rest])
         self._counts = torch.from_numpy(self._count[self._order]).to(device)
 
@@ -60,7 +62,7 @@ class StoreSums:
 
     def read(self) -> Checksums:
         """By reading every byte once; waits for the device."""
-        values = self._spans.compute(self._addresses(), self._count)
+        values = self._spans.compute(self._addresses()[0], self._count)
         return Checksums(self._names, values.cpu().numpy())
 
     def fused(self, sums: Mapping[Projection, torch.Tensor]) -> Checksums:
@@ -73,13 +75,18 @@ class StoreSums:
             rows_from_sums(sums[projection].view(shape[0], -1, *sums[projection].shape[2:]), shape)[0]
             for projection, shape, _ in self._parts
         ]
-        found.append(self._rest_spans.sums(self._addresses()[self._rest], self._count[self._rest])[0])
+        found.append(self._rest_spans.sums(self._addresses()[1], self._rest_count)[0])
         values = np.empty(len(self._names), dtype=np.int64)
         values[self._order] = finish(torch.cat(found), self._counts).cpu().numpy()
         return Checksums(self._names, values)
 
-    def _addresses(self) -> _Indices:
-        return _integers([storage.data_ptr() for storage in self._storages])[self._owner] + self._offset
+    def _addresses(self) -> tuple[_Indices, _Indices]:
+        """Of all tensors, and of those that have no tile sums."""
+        bases = [storage.data_ptr() for storage in self._storages]
+        if self._placed is None or self._placed[0] != bases:
+            addresses = _integers(bases)[self._owner] + self._offset
+            self._placed = bases, addresses, addresses[self._rest]
+        return self._placed[1:]
 
 
 def content_digest(checksums: Checksums) -> str:

@@ -7,7 +7,7 @@ from weftpub.transport.inprocess import InProcessReceive, InProcessSend
 from weftpub.transport.regions import CopyTable, RegionTable
 from weftpub.transport.shared_memory import SharedMemoryReceive, SharedMemorySend, sweep_abandoned
 from weftpub.transport.shared_store import SharedStoreReceive, offer_of, shared_exports, source_places
-from weftpub.transport.tensors import FlatTensors, narrow_view, settle, wait_for_devices
+from weftpub.transport.tensors import FlatTensors, enqueued, narrow_view, settle, wait_for_devices
 
 __all__ = [
     "CopyTable",
@@ -25,6 +25,7 @@ __all__ = [
     "SharedStoreReceive",
     "TransportKind",
     "TransportWish",
+    "enqueued",
     "export_obstacle",
     "find_candidates",
     "narrow_view",

@@ -11,7 +11,7 @@ costs a few array operations and launches, whether there are ten pieces or ten t
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -227,22 +227,40 @@ class RegionTable:
         Raises:
             TransportError: a region does not lie inside its tensor.
         """
+        return self.begin_checksums(tensors, scratch_bytes, only)()
+
+    def begin_checksums(
+        self, tensors: FlatTensors, scratch_bytes: int, only: Sequence[int] | None = None
+    ) -> Callable[[], Checksums]:
+        """What `checksums` does, up to where the host would wait for the devices; call the result to wait, and have
+        them. The tensors must stay until then.
+        """
         wanted = self._all if only is None else np.asarray(only, dtype=np.int64)
         result = np.zeros(len(self._views), dtype=np.uint64)
         dense = self._all_dense if only is None else wanted[self._dense[wanted]]
-        if len(dense):
-            self._sum_dense(tensors, dense, result)
+        started = self._begin_dense(tensors, dense) if len(dense) else []
         if len(dense) < len(wanted):
             self._sum_strided(tensors, wanted[~self._dense[wanted]].tolist(), scratch_bytes, result)
-        return result if only is None else result[wanted]
 
-    def _sum_dense(self, tensors: FlatTensors, numbers: Integers, result: Checksums) -> None:
-        """Checksums of regions that are one run of bytes each: one launch per device, by address."""
+        def finish() -> Checksums:
+            for members, values in started:
+                result[members] = values.cpu().numpy().view(np.uint64)
+            return result if only is None else result[wanted]
+
+        return finish
+
+    def _begin_dense(self, tensors: FlatTensors, numbers: Integers) -> list[tuple[Integers, torch.Tensor]]:
+        """Checksums of regions that are one run of bytes each, by address: one launch per device, with the numbers of
+        the regions there."""
         places = tensors.places(self._names)
         if self._spans is None or not self._spans.are(places, numbers):
             self._spans = self._locate(places, numbers)
+        found: list[tuple[Integers, torch.Tensor]] = []
         for device, members, addresses, nbytes in self._spans.by_device:
-            result[members] = self._compute(device, addresses, nbytes)
+            if device not in self._sums:
+                self._sums[device] = weftpub_kernels.SpanChecksums(device)
+            found.append((members, self._sums[device].compute(addresses, nbytes)))
+        return found
 
     def _locate(self, places: Places, numbers: Integers) -> "_Spans":
         """Where regions are, device by device; TransportError if one does not lie inside its tensor."""
@@ -261,11 +279,6 @@ class RegionTable:
             if here.any():
                 found.append((device, numbers[here], addresses[here], nbytes[here]))
         return _Spans(places, numbers, found)
-
-    def _compute(self, device: torch.device, addresses: Integers, nbytes: Integers) -> Checksums:
-        if device not in self._sums:
-            self._sums[device] = weftpub_kernels.SpanChecksums(device)
-        return self._sums[device].compute(addresses, nbytes).cpu().numpy().view(np.uint64)
 
     def _sum_strided(self, tensors: FlatTensors, numbers: list[int], scratch_bytes: int, result: Checksums) -> None:
         """Checksums of the others, of dense copies."""

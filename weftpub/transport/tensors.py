@@ -5,9 +5,10 @@ Layouts are compiled once and kept; pointers enter only through `FlatTensors`, w
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from weakref import ReferenceType, ref
 
 import numpy as np
 import torch
@@ -19,10 +20,12 @@ from weftpub.plan.boxes import Index
 __all__ = [
     "FlatTensors",
     "Integers",
+    "Known",
     "Places",
     "Rows",
     "bits_dtype",
     "dense_offset",
+    "enqueued",
     "narrow_view",
     "rows_of",
     "settle",
@@ -45,6 +48,17 @@ def wait_for_devices(devices: Iterable[torch.device]) -> None:
     for device in devices:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
+
+
+def enqueued(devices: Iterable[torch.device]) -> list[torch.cuda.Event]:
+    """Events that come when everything that this thread has enqueued on the devices so far is done; none for a CPU."""
+    events: list[torch.cuda.Event] = []
+    for device in devices:
+        if device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(device))
+            events.append(event)
+    return events
 
 
 def settle(devices: Iterable[torch.device]) -> None:
@@ -120,6 +134,43 @@ class Places:
         return self.devices[0] if len(set(self.devices)) == 1 else None
 
 
+@dataclass(frozen=True, eq=False)
+class Known:
+    """What was found out about tensors by name, for as long as they stay the same objects at the same addresses. Holds
+    neither them nor their memory.
+
+    Attributes:
+        tensors: references to them, in the order of `names`.
+        pointers: their addresses.
+        starts: byte offset of each in its storage.
+        whole: where all of them are.
+        places: where some of them are.
+    """
+
+    names: tuple[str, ...]
+    tensors: "tuple[ReferenceType[torch.Tensor], ...]"
+    pointers: list[int]
+    starts: list[int]
+    whole: Places
+    places: dict[tuple[str, ...], Places]
+
+    def are(self, names: tuple[str, ...], tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether these are the tensors, wherever they lie now."""
+        if names != self.names:
+            return False
+        return all(known() is tensor for known, tensor in zip(self.tensors, tensors, strict=True))
+
+    def moved(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+        """Names whose tensor is gone or starts at another address."""
+        try:
+            if [tensors[name].data_ptr() for name in self.names] == self.pointers:
+                return []
+        except KeyError:
+            pass  # named below
+        at = zip(self.names, self.pointers, strict=True)
+        return [name for name, pointer in at if name not in tensors or tensors[name].data_ptr() != pointer]
+
+
 class FlatTensors:
     """The bytes of named tensors, without regard to their shapes. Valid while the tensors keep their storages: one
     publish at most.
@@ -127,70 +178,72 @@ class FlatTensors:
     Args:
         tensors: the live tensors.
         names: those that are used; PlanError if one is missing, released, or on no CPU or GPU.
+        known: of an earlier one: there are hundreds of tensors, mostly the same ones, and an engine waits while they
+            are looked at.
+
+    Attributes:
+        known: for a later one.
+        seen: whether `known` was given and holds: the same tensors at the same addresses.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> None:
-        self._names = tuple(dict.fromkeys(names))
-        # Storages hold the memory, whatever becomes of a tensor's `.data`.
-        self._storages: dict[str, torch.UntypedStorage] = {}
-        self._starts: list[int] = []
-        self._reaches: list[int] = []
-        self._devices: list[torch.device] = []
+    def __init__(self, tensors: Mapping[str, torch.Tensor], names: Iterable[str], known: "Known | None" = None) -> None:
+        names = tuple(dict.fromkeys(names))
+        try:
+            found = [tensors[name] for name in names]
+        except KeyError as error:
+            raise PlanError(
+                f"{error.args[0]}: the plan uses this tensor, which is not there any more; describe and plan again"
+            ) from None
+        same = known is not None and known.are(names, found)
+        if not same:
+            _require_dense(names, found)
+        # They hold the memory, whatever becomes of a tensor's `.data`.
+        self._storages = [tensor.untyped_storage() for tensor in found]
+        pointers = [tensor.data_ptr() for tensor in found]
+        self.seen = known is not None and same and pointers == known.pointers
+        self.known = known if known is not None and self.seen else self._look_at(names, found, pointers)
         self._bytes: dict[str, torch.Tensor] = {}
-        self._places: dict[tuple[str, ...], Places] = {}
-        self.pointers: dict[str, int] = {}
-        for name in self._names:  # hundreds at every publish: an engine waits while they are looked at
-            tensor = tensors.get(name)
-            if tensor is None:
-                raise PlanError(
-                    f"{name}: the plan uses this tensor, which is not there any more; describe and plan again"
-                )
-            if not (tensor.is_cuda or tensor.is_cpu) or tensor.layout is not torch.strided:
-                raise PlanError(
-                    f"{name}: {tensor.dtype} {list(tensor.shape)} is {tensor.layout} on {tensor.device}; expected a "
-                    "dense tensor on a CPU or GPU"
-                )
+
+    def _look_at(self, names: tuple[str, ...], tensors: Sequence[torch.Tensor], pointers: list[int]) -> Known:
+        starts: list[int] = []
+        reaches: list[int] = []
+        for name, tensor, storage in zip(names, tensors, self._storages, strict=True):
             reach = tensor.nbytes if tensor.is_contiguous() else _reach(tensor)
             start = int(tensor.storage_offset()) * tensor.element_size()
-            storage = tensor.untyped_storage()
             if reach and start + reach > storage.nbytes():
                 # torch would quietly put new memory of undefined content behind it.
                 raise PlanError(
                     f"{name}: {tensor.dtype} {list(tensor.shape)} has no memory behind it, it was released; "
                     "bring it back (reload the store, or resume the engine's weights) before the publish"
                 )
-            self._storages[name] = storage
-            self._starts.append(start)
-            self._reaches.append(reach)
-            self._devices.append(tensor.device)
-            self.pointers[name] = tensor.data_ptr()
+            starts.append(start)
+            reaches.append(reach)
+        whole = Places(
+            np.array(pointers, dtype=np.int64),
+            np.array(reaches, dtype=np.int64),
+            tuple(tensor.device for tensor in tensors),
+        )
+        return Known(names, tuple(map(ref, tensors)), pointers, starts, whole, {names: whole})
 
     @cached_property
     def devices(self) -> tuple[torch.device, ...]:
         """Devices of the tensors, each once."""
-        return tuple(dict.fromkeys(self._devices))
+        return tuple(dict.fromkeys(self.known.whole.devices))
 
     def moved(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
         """Names whose tensor is gone or starts at another address than when this object was made."""
-        return [
-            name
-            for name, pointer in self.pointers.items()
-            if name not in tensors or tensors[name].data_ptr() != pointer
-        ]
+        return self.known.moved(tensors)
 
     def places(self, names: tuple[str, ...]) -> Places:
         """Where the named tensors are."""
-        if names not in self._places:
-            whole = self._whole
-            if names == self._names:
-                self._places[names] = whole
-            else:
-                index = [self._index[name] for name in names]
-                devices = self._devices
-                self._places[names] = Places(
-                    whole.bases[index], whole.reaches[index], tuple(devices[number] for number in index)
-                )
-        return self._places[names]
+        known = self.known
+        if names not in known.places:
+            index = [self._index[name] for name in names]
+            devices = known.whole.devices
+            known.places[names] = Places(
+                known.whole.bases[index], known.whole.reaches[index], tuple(devices[number] for number in index)
+            )
+        return known.places[names]
 
     def run(self, name: str, offset: int, nbytes: int) -> torch.Tensor:
         """`nbytes` bytes of a tensor from byte `offset` on, as uint8 [nbytes]."""
@@ -207,27 +260,31 @@ class FlatTensors:
     def box(self, view: ViewSpec) -> torch.Tensor:
         """A view as integers of its element's width."""
         number, bits = self._index[view.param], bits_dtype(view.dtype)
-        whole = torch.empty(0, dtype=bits, device=self._devices[number])
-        whole.set_(self._storages[view.param], 0, (0,), (1,))
-        return whole.as_strided(view.shape, view.stride, self._starts[number] // bits.itemsize + view.offset)
+        whole = torch.empty(0, dtype=bits, device=self.known.whole.devices[number])
+        whole.set_(self._storages[number], 0, (0,), (1,))
+        return whole.as_strided(view.shape, view.stride, self.known.starts[number] // bits.itemsize + view.offset)
 
     @cached_property
     def _index(self) -> dict[str, int]:
-        return {name: number for number, name in enumerate(self._names)}
-
-    @cached_property
-    def _whole(self) -> Places:
-        bases = np.fromiter(self.pointers.values(), dtype=np.int64, count=len(self._names))
-        return Places(bases, np.array(self._reaches, dtype=np.int64), tuple(self._devices))
+        return {name: number for number, name in enumerate(self.known.names)}
 
     def _flat(self, name: str) -> torch.Tensor:
         flat = self._bytes.get(name)
         if flat is None:
-            number = self._index[name]
-            flat = torch.empty(0, dtype=torch.uint8, device=self._devices[number])
-            flat.set_(self._storages[name], self._starts[number], (self._reaches[number],), (1,))
+            number, whole = self._index[name], self.known.whole
+            flat = torch.empty(0, dtype=torch.uint8, device=whole.devices[number])
+            flat.set_(self._storages[number], self.known.starts[number], (int(whole.reaches[number]),), (1,))
             self._bytes[name] = flat
         return flat
+
+
+def _require_dense(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+    for name, tensor in zip(names, tensors, strict=True):
+        if not (tensor.is_cuda or tensor.is_cpu) or tensor.layout is not torch.strided:
+            raise PlanError(
+                f"{name}: {tensor.dtype} {list(tensor.shape)} is {tensor.layout} on {tensor.device}; expected a dense "
+                "tensor on a CPU or GPU"
+            )
 
 
 def _reach(tensor: torch.Tensor) -> int:
