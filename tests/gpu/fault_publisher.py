@@ -115,7 +115,8 @@ def main() -> int:
             publisher.pause()
             die()
         if given.fault == "stale":
-            make().status()  # a later publisher takes over
+            publisher.status()  # it is the one that counts, until a later one comes in
+            make().status()
         report = publisher.publish(given.version, sources)
         account = {"error": "", "transports": list(report.transports.values()), "ms": report.ms}
     except Exception as error:  # told to whoever asked for the fault

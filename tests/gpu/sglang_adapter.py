@@ -624,7 +624,7 @@ FAULTS: dict[str, tuple[int, str, str]] = {
     "killed-after": (-signal.SIGKILL, "verified", ""),
     "killed-committed": (-signal.SIGKILL, "verified", ""),
     "flipped-byte": (1, "torn", "ChecksumError"),
-    "stale": (1, "", "StateError"),
+    "stale": (1, "", "StaleError"),
     "engine-raises": (1, "torn", "asked to raise"),
 }
 

@@ -434,22 +434,32 @@ def _check_spread(report: Report, rows: dict[str, RunSummary], seeds: list[int])
 
 def section_kl(room: Room, report: Report) -> None:
     options = room.options
-    seed = options.seeds[0]
-    room.make_model(seed, "-all", ALL_EXPERTS)
     paired = ("optimizer.lr=1e-6", "data.shuffle=false", "rollout.sampling.repeat=true")
-    every = (ALL_EXPERTS, f"model.path={room.model_path(seed, '-all')}")
     runs: dict[str, Run] = {}
-    for variant in options.variants:
-        for kind, count, shape in (("two", 256, ()), ("all", 128, every)):
-            many = () if options.tiny else ("algorithm.prompts=64", f"algorithm.completions={count}")
-            name = f"{variant}-{kind}"
-            settings = room.settings(f"kl-{name}", variant, seed, 2, *paired, *many, *shape, deterministic=True)
-            runs[name] = Run(f"kl-{name}", settings)
+    kinds: dict[str, list[str]] = {}  # variant and experts to its runs, one a seed
+    for seed in options.seeds:
+        room.make_model(seed, "-all", ALL_EXPERTS)
+        every = (ALL_EXPERTS, f"model.path={room.model_path(seed, '-all')}")
+        for variant in options.variants:
+            for kind, count, shape in (("two", 256, ()), ("all", 128, every)):
+                many = () if options.tiny else ("algorithm.prompts=64", f"algorithm.completions={count}")
+                name = f"{variant}-{kind}" + (f"-seed-{seed}" if len(options.seeds) > 1 else "")
+                settings = room.settings(f"kl-{name}", variant, seed, 2, *paired, *many, *shape, deterministic=True)
+                runs[name] = Run(f"kl-{name}", settings)
+                kinds.setdefault(f"{variant}-{kind}", []).append(name)
+    found: dict[str, RunSummary] = {}
     for name, ended in zip(runs, room.run_all(list(runs.values())), strict=True):
         row = report.row("kl", ended)
         if row is not None:
+            found[name] = row
             # A hundred tokens leave an error of a fifth wherever they come from.
-            _check_kl(report, f"kl/{name}", row, within=name.endswith("-two") or options.tiny)
+            _check_kl(report, f"kl/{name}", row, within="-two" in name or options.tiny)
+    for kind, names in kinds.items():
+        rows = [found[name] for name in names if name in found]
+        if len(rows) > 1 and all(row.kl_1 and row.kl_2 is not None for row in rows):
+            ratio = sum(row.kl_2 or 0.0 for row in rows) / sum(row.kl_1 or 0.0 for row in rows)
+            detail = f"x {ratio:.3f}, {len(rows)} seeds"
+            report.check(f"kl/{kind}: KL of step 2 at most 1.2 x step 1, over all seeds", ratio <= 1.2, detail)
 
 
 def _check_kl(report: Report, name: str, row: RunSummary, *, within: bool) -> None:
