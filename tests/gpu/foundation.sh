@@ -5,7 +5,7 @@
 #
 # Runs in the environment as it is ($PYTHON, default python3): torch, triton, megatron-core, sglang, awex, and transformer-engine
 # for its rows. OUT gets one JSON or log per section and summary.txt; the exit status is 1 if any section failed.
-# `python tests/gpu/foundation_page.py OUT docs/results/PAGE.md` makes the dated results page of it.
+# `python tests/gpu/foundation_page.py docs/results/PAGE.md OUT` makes the dated results page of it.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 out=${1:?folder for the results}; shift

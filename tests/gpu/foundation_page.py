@@ -1,14 +1,21 @@
 """Turn the results of foundation.sh into a dated page.
 
-python tests/gpu/foundation_page.py RESULTS docs/results/PAGE.md
+    python tests/gpu/foundation_page.py docs/results/PAGE.md OUT
+
+OUT's raw files are kept in a folder of the page's name, which may be OUT itself: to replace a section, put its files
+there, and its line into summary.txt. Lines of a notes.txt there are put into the page.
 """
 
 import json
+import shutil
 import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from result_files import keep, made_anew, notes
+
+DEMOS = ("muon", "adamw")
 LABELS = {
     "copy": "device copy",
     "weftpub": "weftpub",
@@ -27,6 +34,12 @@ def load(folder: Path, name: str) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
+def at(data: dict[str, Any]) -> str:
+    """Which commit a section ran at; sections that do not say it have it in the summary."""
+    where = data["environment"]
+    return f"At {where['commit']}, {where['date']}."
+
+
 def bytes_section(verify: dict[str, Any]) -> list[str]:
     """Golden presets and shape classes."""
     presets: dict[str, list[str]] = defaultdict(list)
@@ -39,7 +52,7 @@ def bytes_section(verify: dict[str, Any]) -> list[str]:
     lines = [
         "## Bytes",
         "",
-        "Each preset against the bytes of its peer's own code: W, W^T, both scales.",
+        f"{at(verify)} Each preset against the bytes of its peer's own code: W, W^T, both scales.",
         "",
     ]
     lines += ["| preset | inputs |", "|---|---|"]
@@ -54,8 +67,8 @@ def speed_section(quantize: dict[str, Any]) -> list[str]:
     names = [name for name in LABELS if any(name in row["us"] for row in quantize["rows"])]
     lines = ["", "## Quantizer speed", ""]
     lines += [
-        "FP32 in; W, W^T, both scales, the non-finite check and the checksum's tile sums out: 6 bytes per "
-        "element, as in the device copy beside it. Results are checked before they are timed. Microseconds (TB/s), "
+        f"{at(quantize)} FP32 in; W, W^T, both scales, the non-finite check and the checksum's tile sums out: 6 bytes "
+        "per element, as in the device copy beside it. Results are checked before they are timed. Microseconds (TB/s), "
         "medians.",
         "",
         "| experts x M x N | " + " | ".join(LABELS[name] for name in names) + " | share of the copy |",
@@ -71,8 +84,9 @@ def transpose_section(measured: dict[str, Any]) -> list[str]:
     """W^T from W beside torch and the copy."""
     lines = ["", "## W^T from W", ""]
     lines += [
-        "FP8 in, transposed FP8 out, dequant scales along: 2 bytes per element, as in the device copy beside it. Bytes "
-        "are compared with torch's before and after. Microseconds (TB/s), medians, the host's time included.",
+        f"{at(measured)} FP8 in, transposed FP8 out, dequant scales along: 2 bytes per element, as in the device copy "
+        "beside it. Bytes are compared with torch's before and after. Microseconds (TB/s), medians, the host's time "
+        "included.",
         "",
         "| experts x M x N | device copy | weftpub | torch | share of the copy |",
         "|---|---|---|---|---|",
@@ -106,7 +120,7 @@ def staging_section(staging: dict[str, Any]) -> list[str]:
 def demo_section(folder: Path) -> list[str]:
     """The main job on the GPU."""
     lines = ["", "## The main job (`make demo NO_INSTALL=1`)", ""]
-    for optimizer in ("muon", "adamw"):
+    for optimizer in DEMOS:
         report = load(folder / f"demo-{optimizer}", "report.json")
         lines += [
             f"{optimizer}: `{report['result']}`",
@@ -121,26 +135,40 @@ def demo_section(folder: Path) -> list[str]:
     return lines
 
 
-def main(folder: Path, page: Path) -> None:
-    """Write the page."""
-    verify, quantize, staging = (load(folder, f"{name}.json") for name in ("verify", "quantize", "staging"))
-    transpose = load(folder, "transpose.json")
+def keep_all(out: Path, folder: Path) -> None:
+    """Put the raw files beside the page: those it is made from, and a sweep of tunings where there is one."""
+    names = ["verify", "quantize", "transpose", "staging", *(f"demo-{optimizer}/report" for optimizer in DEMOS)]
+    for name in [*names, *(["tune"] if (out / "tune.json").exists() else [])]:
+        path = folder / name
+        keep(path.parent, path.name, load(out, f"{name}.json"))
+    if out.resolve() != folder.resolve():
+        shutil.copy(out / "summary.txt", folder / "summary.txt")
+
+
+def main(page: Path, results: list[str]) -> None:
+    """Write the page and keep its raw files."""
+    out, folder = Path(results[0]), page.with_suffix("")
+    keep_all(out, folder)
+    verify, quantize, transpose, staging = (
+        load(folder, f"{name}.json") for name in ("verify", "quantize", "transpose", "staging")
+    )
     where = quantize["environment"]
     summary = (folder / "summary.txt").read_text().strip().splitlines()
     lines = [
         f"# {where['gpu']}, {where['date']}",
         "",
-        f"Driver {where['driver']}, torch {where['torch']}, CUDA {where['cuda']}, triton {where['triton']}, "
-        f"commit {where['commit']}. "
-        "From `tests/gpu/foundation.sh`; anyone with such a GPU can repeat it. How its sections ended:",
+        f"Driver {where['driver']}, torch {where['torch']}, CUDA {where['cuda']}, triton {where['triton']}. From "
+        "`tests/gpu/foundation.sh`; anyone with such a GPU can repeat it. How its sections ended:",
         "",
         *[f"- {line}" for line in summary],
+        *notes(folder),
         "",
         *bytes_section(verify),
         *speed_section(quantize),
         *transpose_section(transpose),
         *staging_section(staging),
         *demo_section(folder),
+        *made_anew("foundation_page.py", page, None)[1:],
     ]
     page.write_text("\n".join(lines).rstrip() + "\n")
 
@@ -148,4 +176,4 @@ def main(folder: Path, page: Path) -> None:
 if __name__ == "__main__":
     if len(sys.argv) != 3:
         sys.exit(__doc__)
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), sys.argv[2:])

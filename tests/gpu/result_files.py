@@ -36,10 +36,13 @@ def notes(folder: Path) -> list[str]:
     return ["", *(f"- {line}" for line in lines)] if lines else []
 
 
-def made_anew(script: str, page: Path, kept: Iterable[str]) -> list[str]:
-    """The page's last lines: how it is made again from its raw files, given by their names and what follows those."""
+def made_anew(script: str, page: Path, kept: Iterable[str] | None) -> list[str]:
+    """The page's last lines: how it is made again from its raw files, given by their names and what follows those, or
+    from their folder (None)."""
     shown = page.relative_to(_ROOT) if page.is_relative_to(_ROOT) else page
     folder = shown.with_suffix("").as_posix()
-    sources = " ".join(f"{folder}/{name.partition(':')[0]}.json{''.join(name.partition(':')[1:])}" for name in kept)
-    command = f"python tests/gpu/{script} {shown.as_posix()} {sources}"
+    sources = [folder]
+    if kept is not None:
+        sources = [f"{folder}/{name}.json{colon}{more}" for name, colon, more in (one.partition(":") for one in kept)]
+    command = f"python tests/gpu/{script} {shown.as_posix()} {' '.join(sources)}"
     return ["", "Made anew from the files beside it:", "", "```", command, "```"]

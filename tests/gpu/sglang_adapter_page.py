@@ -1,13 +1,23 @@
 """Turn results of sglang_adapter.py, and of step_phases.py where it ran, into a dated page.
 
-python tests/gpu/sglang_adapter_page.py docs/results/PAGE.md OUT/sglang_adapter.json [OUT/step_phases.json]
+    python tests/gpu/sglang_adapter_page.py docs/results/PAGE.md OUT/sglang_adapter.json [MORE.json ...]
+        [OUT/step_phases.json]
+
+Sections may come from several runs; each names its commit. One that two files hold is taken from the later file, and
+the page says how many checks of the earlier one failed. The JSON files go into a folder of the page's name; lines of a
+notes.txt there are put into the page.
 """
 
 import json
+import re
 import statistics
 import sys
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from result_files import keep, made_anew, notes, plain
 
 SECTIONS = {
     "cycles": "Drain, release of kv_cache and weights, a step of the Megatron trainer (TransformerEngine, FP8 "
@@ -43,13 +53,58 @@ def detail_of(value: Any) -> str:
     return str(value).replace("|", "/").replace("\n", " ")
 
 
-def checks_section(checks: dict[str, Any], section: str) -> list[str]:
+@dataclass(frozen=True)
+class Found:
+    """One run of a script."""
+
+    data: dict[str, Any]
+
+    @property
+    def commit(self) -> str:
+        return (self.data.get("commit") or "unknown")[:7]
+
+    @property
+    def is_step(self) -> bool:
+        """Whether it is of step_phases.py, which has rows and no checks."""
+        return "checks" not in self.data
+
+    @property
+    def sections(self) -> list[str]:
+        """Those it ran, in the page's order."""
+        return [] if self.is_step else [name for name in SECTIONS if self.checks(name)]
+
+    @property
+    def name(self) -> str:
+        """Of its raw file."""
+        return "step_phases" if self.is_step else "-".join(self.sections)
+
+    def checks(self, section: str) -> dict[str, dict[str, Any]]:
+        """The checks of a section, and of the cycle that brings its engine a first version (faults-first)."""
+        mine = (section, f"{section}-first")
+        return {name: row for name, row in self.data["checks"].items() if re.split("[/:]", name)[0] in mine}
+
+
+def verdict(checks: Collection[dict[str, Any]]) -> str:
+    return f"{len(checks)} checks, {sum(not check['passed'] for check in checks)} failed"
+
+
+def environments(runs: list[Found]) -> list[str]:
+    """Where each run took place; `start` is the engine's."""
+    lines = ["", "| seconds | commit | versions |", "|---|---|---|"]
+    for run in runs:
+        seconds = ", ".join(f"{name} {spent:.0f}" for name, spent in run.data.get("seconds", {}).items())
+        versions = ", ".join(f"{name} {value}" for name, value in run.data["environment"].items() if name != "gpu")
+        lines.append(f"| {seconds or 'parts of a step'} | {run.commit} | {versions} |")
+    return lines
+
+
+def checks_section(run: Found, section: str, earlier: list[str]) -> list[str]:
     """One row for each check."""
-    lines = ["", f"## {section.capitalize()}", "", SECTIONS[section], "", "| check | | found |", "|---|---|---|"]
-    for name, row in checks.items():
-        if name.replace("/", ":").split(":")[0] == section:
-            short = name.removeprefix(section).lstrip("/: ")
-            lines.append(f"| {short} | {'ok' if row['passed'] else '**failed**'} | {detail_of(row['detail'])} |")
+    lines = ["", f"## {section.capitalize()}", "", f"At {run.commit}. {SECTIONS[section]}", *earlier, ""]
+    lines += ["| check | | found |", "|---|---|---|"]
+    for name, row in run.checks(section).items():
+        short = name.removeprefix(section).lstrip("/: -")
+        lines.append(f"| {short} | {'ok' if row['passed'] else '**failed**'} | {detail_of(row['detail'])} |")
     return lines
 
 
@@ -69,7 +124,7 @@ def phases_section(data: dict[str, Any]) -> list[str]:
         "",
         "## A step with 4 GB of experts",
         "",
-        f"From `tests/gpu/step_phases.py` at {data['commit']}: the engine's weights are {size.get('weights', '?')}, "
+        f"From `tests/gpu/step_phases.py`, at {data['commit']}: the engine's weights are {size.get('weights', '?')}, "
         f"its KV cache {size.get('kv_cache', '?')}, the store's W and scales {size['store']}. The store is offloaded "
         "in every step, so each publish opens its mappings anew. A floor is the driver's own calls for as many pieces "
         "of these sizes, a pinned copy of the bytes over the link, or one question to the worker and its answer.",
@@ -85,31 +140,44 @@ def phases_section(data: dict[str, Any]) -> list[str]:
     return lines
 
 
-def main(page: str, path: str, phases: str | None = None) -> None:
-    data = json.loads(Path(path).read_text(encoding="utf-8"))
-    checks, environment = data["checks"], data["environment"]
-    commit = data.get("commit") or "unknown"
-    versions = ", ".join(f"{name} {value}" for name, value in environment.items() if name != "gpu")
+def main(page: Path, results: list[str]) -> None:
+    """Write the page; a section that two results hold is taken from the later one."""
+    found = [Found(plain(json.loads(Path(path).read_text(encoding="utf-8")))) for path in results]
+    folder = page.with_suffix("")
+    later = [{one.name for one in found[n + 1 :]} for n in range(len(found))]
+    names = [f"{one.name}-{one.commit}" if one.name in later[n] else one.name for n, one in enumerate(found)]
+    for name, one in zip(names, found, strict=True):
+        keep(folder, name, one.data)
+    runs = {name: [n for n, one in enumerate(found) if name in one.sections] for name in SECTIONS}
+    runs = {name: places for name, places in runs.items() if places}
+    taken = [found[places[-1]].checks(name) for name, places in runs.items()]
+    where = found[0].data["environment"]
     lines = [
-        f"# SGLang adapter, {environment.get('gpu', 'CPU')}",
+        f"# SGLang adapter, {where.get('gpu', 'CPU')}",
         "",
-        f"{versions}, commit {commit}. From `tests/gpu/sglang_adapter.py`.",
+        "Made by `tests/gpu/sglang_adapter_page.py` from runs of `tests/gpu/sglang_adapter.py`.",
         "",
-        f"{len(checks)} checks, {sum(not row['passed'] for row in checks.values())} failed. Seconds: "
-        + ", ".join(f"{name} {seconds:.0f}" for name, seconds in data["seconds"].items())
-        + ".",
+        f"{verdict([row for checks in taken for row in checks.values()])}.",
+        *notes(folder),
+        *environments(found),
     ]
-    for section in SECTIONS:
-        if any(name.replace("/", ":").split(":")[0] == section for name in checks):
-            lines += checks_section(checks, section)
-            if section == "cycles":
-                lines += times(data["cycles"])
-    if phases is not None:
-        lines += phases_section(json.loads(Path(phases).read_text(encoding="utf-8")))
-    Path(page).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for section, (*before, last) in runs.items():
+        earlier = [
+            f"- An earlier run, at {found[n].commit} ({verdict(found[n].checks(section).values())}), is in "
+            f"[{names[n]}.json]({folder.name}/{names[n]}.json)."
+            for n in before
+        ]
+        lines += checks_section(found[last], section, ["", *earlier] if earlier else [])
+        if section == "cycles":
+            lines += times(found[last].data["cycles"])
+    for one in found:
+        if one.is_step:
+            lines += phases_section(one.data)
+    lines += made_anew("sglang_adapter_page.py", page, names)
+    page.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) not in (3, 4):
-        raise SystemExit(__doc__)
-    main(*sys.argv[1:])
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
+    main(Path(sys.argv[1]), sys.argv[2:])

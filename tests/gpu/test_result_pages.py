@@ -46,6 +46,8 @@ def test_a_page_says_what_its_script_makes_of_the_raw_files(
 
 def test_such_pages_are_there() -> None:
     assert {re.sub(r"[\d-]{11}", "", name) for name in PAGES} >= {
+        "h200.md",
+        "sglang-h200.md",
         "two-gpus-h200.md",
         "weftmoe-h200.md",
         "zero-copy-h200.md",
@@ -81,6 +83,57 @@ def test_a_section_that_a_later_run_replaced_is_named(tmp_path: Path) -> None:
     assert "at abcdef0 (1 checks, 1 failed), is in [kl-abcdef0.json](page/kl-abcdef0.json)" in text
     assert re.findall(r"^## (.+)$", text, re.MULTILINE) == [script.TITLES["kl"], f"{script.TITLES['kl']}, Other"]
     assert json.loads((tmp_path / "page/kl-abcdef0.json").read_text(encoding="utf-8"))["commit"] == "abcdef0"
+
+
+def test_seeds_of_a_later_run_are_put_to_those_of_an_earlier_one(tmp_path: Path) -> None:
+    """A check over all seeds was of those of its own run: it had passed, and with the first seed it does not."""
+    script = importlib.import_module("weftmoe_smoke_page")
+    folder = RESULTS / "2026-11-30-weftmoe-h200"
+    first, more = (json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in ("kl", "kl-seeds-2-3"))
+    name = "kl/fp8-two: KL of step 2 at most 1.2 x step 1, over all seeds"
+    assert more["checks"][name]["passed"]
+    page = tmp_path / "page.md"
+    script.main(page, [str(folder / "kl.json"), f"{folder / 'kl-seeds-2-3.json'}:+"])
+    text = page.read_text(encoding="utf-8")
+    rows = [row for row in first["rows"] + more["rows"] if row["run"].startswith("kl-fp8-two")]
+    before, after = (sum(row[step] for row in rows) for step in ("kl_1", "kl_2"))
+    assert f"| {name} | **FAILED** | x {after / before:.3f}, error" in text
+    assert f"| **fp8-two** | all |  | {sum(row['trained_tokens'] for row in rows)} |" in text
+    assert len(re.findall(r"^\| fp8-all \| [123] \|", text, re.MULTILINE)) == len(rows) == 3
+    assert len(re.findall(r"^## ", text, re.MULTILINE)) == 1
+    with pytest.raises(SystemExit, match="no file before it"):
+        script.main(page, [f"{folder / 'kl-seeds-2-3.json'}:+"])
+    with pytest.raises(SystemExit, match="runs of one name"):
+        script.main(page, [str(folder / "kl.json"), f"{folder / 'kl.json'}:+"])
+
+
+def test_an_earlier_speed_stands_beside_the_one_that_is_taken(tmp_path: Path) -> None:
+    """A limit that had been missed three times went from the page when a run met it."""
+    script = importlib.import_module("zero_copy_page")
+    folder = RESULTS / "2026-11-30-zero-copy-h200"
+    page = tmp_path / "page.md"
+    script.main(page, [str(folder / "speed.json"), f"{folder / 'speed-00550fd.json'}:earlier"])
+    text = page.read_text(encoding="utf-8")
+    taken = json.loads((folder / "speed.json").read_text(encoding="utf-8"))["numbers"]["shared_minus_other_ms"]
+    assert f"{taken:.2f} ms more than the copy of the other weights" in text
+    assert "| 00550fd | 32 | 13.46 | 7.88 | 5.58 | [speed-00550fd.json](page/speed-00550fd.json) |" in text
+    assert (tmp_path / "page/speed-00550fd.json").is_file()
+
+
+def test_a_later_section_of_the_sglang_page_wins_and_the_earlier_is_named(tmp_path: Path) -> None:
+    script = importlib.import_module("sglang_adapter_page")
+    raw = json.loads((RESULTS / "2026-11-30-sglang-h200/faults.json").read_text(encoding="utf-8"))
+    failed = {**raw, "commit": "abcdef0", "checks": {"faults/x": {"passed": False, "detail": "no"}}}
+    for name, data in (("first", failed), ("second", raw)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(data), encoding="utf-8")
+    page = tmp_path / "page.md"
+    script.main(page, [str(tmp_path / "first.json"), str(tmp_path / "second.json")])
+    text = page.read_text(encoding="utf-8")
+    assert f"{len(raw['checks'])} checks, 0 failed." in text
+    assert f"At {raw['commit']}. A publisher in a process of its own" in text
+    assert "at abcdef0 (1 checks, 1 failed), is in [faults-abcdef0.json](page/faults-abcdef0.json)" in text
+    script.main(page, [str(tmp_path / "second.json"), str(tmp_path / "first.json")])
+    assert "1 checks, 1 failed.\n" in page.read_text(encoding="utf-8")
 
 
 def test_a_section_that_came_to_nothing_is_on_the_page(tmp_path: Path) -> None:

@@ -4,11 +4,13 @@ python tests/gpu/weftmoe_smoke_page.py docs/results/PAGE.md OUT/weftmoe_smoke.js
 
 Sections may come from several runs of the script; each row names its commit. A section that two files hold is taken
 from the later one, and the page says how many checks of the earlier one failed. Sections of a file with a label
-(OUT/weftmoe_smoke.json:AdamW) stand beside those without. The JSON files go into a folder of the page's name, where the
-picture of the train section is expected as weftmoe_smoke.png; lines of a notes.txt there are put into the page.
+(OUT/weftmoe_smoke.json:AdamW) stand beside those without; those of a file with a plus (OUT/weftmoe_smoke.json:+), which
+ran other seeds, are added to what the files before it hold. The JSON files go into a folder of the page's name, where
+the picture of the train section is expected as weftmoe_smoke.png; lines of a notes.txt there are put into the page.
 """
 
 import json
+import math
 import sys
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -35,12 +37,17 @@ ABOUT = {
     "kl": "Learning rate 1e-6, the same prompts and random numbers in both steps. Runs named `-two` give each token "
     "two of eight experts, as all other runs do: where two experts are nearly equal, trainer and engine may choose "
     "differently, a few such tokens are most of the KL, and the ratio must not exceed 1.2 by more than twice its "
-    "error. Runs named `-all` give each token all eight: nothing is chosen, and the bound of 1.2 must hold as it is.",
+    "error. Runs named `-all` give each token all eight: nothing is chosen, and the bound of 1.2 must hold as it is. "
+    "Over several seeds the sums of the KL are compared, without any allowance. In brackets stand standard errors; "
+    "that of a ratio is computed as if the two steps had nothing in common.",
     "frozen": "Eight completions, scored by the engine after each publish; the results are compared bit by bit.",
     "resume": "Deterministic kernels; sha256 over all published tensors of each step.",
     "shared": "FP8 twice, deterministic kernels: experts copied, and experts in place.",
     "two-gpus": "FP8; the first part of a name is the trainer's layout, the second the engine's.",
 }
+
+ADDED = "+"
+ALL_SEEDS = "over all seeds"  # ends the names of such checks
 
 
 def number(value: float | None, form: str) -> str:
@@ -99,7 +106,17 @@ class Found:
     @property
     def name(self) -> str:
         """Of its raw file."""
-        return "-".join([*self.sections, *self.label.lower().split()])
+        label = ["seeds", *map(str, self.seeds)] if self.added else self.label.lower().split()
+        return "-".join([*self.sections, *label])
+
+    @property
+    def seeds(self) -> list[int]:
+        return sorted({row["seed"] for row in self.data["rows"]})
+
+    @property
+    def added(self) -> bool:
+        """Whether it adds to sections of earlier files."""
+        return self.label == ADDED
 
     def checks(self, section: str) -> dict[str, dict[str, Any]]:
         """The checks of a section."""
@@ -133,6 +150,82 @@ def measured_table(measured: dict[str, dict[str, Any]]) -> list[str]:
     return lines + [f"| {name} | {' | '.join(row.get(run, '-') for run in measured)} |" for name, row in rows.items()]
 
 
+def together(section: str, found: Sequence[Found]) -> Found:
+    """Runs of one section as if they were one. Checks over all seeds are of one file's seeds: they are made anew."""
+    if len(found) == 1:
+        return found[0]
+    rows = [row for one in found for row in one.data["rows"] if row["section"] == section]
+    names = [row["run"] for row in rows]
+    if len(set(names)) < len(names):
+        raise SystemExit(f"{section}: runs of one name in several files: {', '.join(sorted(names))}")
+    checks = {key: check for one in found for key, check in one.checks(section).items() if not key.endswith(ALL_SEEDS)}
+    for kind, (before, after) in pooled(rows).items() if section == "kl" else ():
+        ratio, error = ratio_of(before, after)
+        detail = f"x {ratio:.3f}, error at most {error:.3f}, {len(kl_kinds(rows)[kind])} seeds"
+        checks[f"kl/{kind}: KL of step 2 at most 1.2 x step 1, {ALL_SEEDS}"] = {
+            "passed": ratio <= 1.2,
+            "detail": detail,
+        }
+    return Found({**found[0].data, "rows": rows, "checks": checks}, found[0].label)
+
+
+type Measured = tuple[float, float]  # a value and its standard error
+
+
+def kl_kinds(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Variant and experts a token (fp8-two) to the runs with a KL, one a seed."""
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["kl_1"] and row["kl_2"]:
+            kinds.setdefault(row["run"].removeprefix("kl-").partition("-seed-")[0], []).append(row)
+    return kinds
+
+
+def pooled(rows: Sequence[dict[str, Any]]) -> dict[str, tuple[Measured, Measured]]:
+    """The sums over the seeds of the KL of steps 1 and 2, of what has several seeds."""
+    return {
+        kind: (
+            (sum(row["kl_1"] for row in ran), math.hypot(*(row["kl_1_error"] for row in ran))),
+            (sum(row["kl_2"] for row in ran), math.hypot(*(row["kl_2_error"] for row in ran))),
+        )
+        for kind, ran in kl_kinds(rows).items()
+        if len(ran) > 1
+    }
+
+
+def ratio_of(before: Measured, after: Measured) -> Measured:
+    """The second over the first, with an error as if the two had nothing in common."""
+    ratio = after[0] / before[0]
+    return ratio, ratio * math.hypot(before[1] / before[0], after[1] / after[0])
+
+
+def kl_table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """A line a run, and one for the seeds together where there are several."""
+    lines = [
+        "",
+        "| run | seed | commit | tokens | KL of step 1, 1e-5 | KL of step 2, 1e-5 | ratio | |",
+        "|---|---|---|---:|---:|---:|---:|---|",
+    ]
+    sums = pooled(rows)
+    for kind, ran in kl_kinds(rows).items():
+        for row in sorted(ran, key=lambda row: row["seed"]):
+            steps = (row["kl_1"], row["kl_1_error"]), (row["kl_2"], row["kl_2_error"])
+            lines.append(kl_line([kind, row["seed"], row["commit"][:7], row["trained_tokens"]], *steps, 1))
+        if kind in sums:
+            tokens = sum(row["trained_tokens"] for row in ran)
+            lines.append(kl_line([f"**{kind}**", "all", "", tokens], *sums[kind], len(ran)))
+    return lines
+
+
+def kl_line(names: Sequence[Any], before: Measured, after: Measured, seeds: int) -> str:
+    """A line of that table, with the verdict that two errors allow; of several seeds the means are shown."""
+    ratio, error = ratio_of(before, after)
+    shown = (f"{value / seeds * 1e5:.3f} ({spread / seeds * 1e5:.3f})" for value, spread in (before, after))
+    below, above = (ratio + 2 * error <= 1.2, ratio - 2 * error > 1.2)
+    verdict = "below 1.2" if below else "above 1.2" if above else "1.2 lies within two errors"
+    return f"| {' | '.join(map(str, names))} | {' | '.join(shown)} | {ratio:.3f} ({error:.3f}) | {verdict} |"
+
+
 def section(name: str, one: Found, earlier: list[str]) -> list[str]:
     rows = [row for row in one.data["rows"] if row["section"] == name]
     said = dict.fromkeys(note for row in rows for note in row["notes"] if "prompts from" not in note)
@@ -142,6 +235,7 @@ def section(name: str, one: Found, earlier: list[str]) -> list[str]:
         f"## {TITLES[name]}{f', {one.label}' if one.label else ''}",
         "",
         ABOUT[name],
+        *(kl_table(rows) if name == "kl" else []),
         "",
         *run_table(rows),
         "",
@@ -160,13 +254,19 @@ def main(page: Path, results: list[str]) -> None:
     ]
     folder = page.with_suffix("")
     names = keep_all(found, folder)
-    runs: dict[tuple[str, str], list[int]] = {}
+    runs: dict[tuple[str, str], list[list[int]]] = {}  # section and label to its runs, and to what was added to each
     for place, one in enumerate(found):
         for name in one.sections:
-            runs.setdefault((name, one.label), []).append(place)
+            if one.added and (name, "") not in runs:
+                raise SystemExit(f"{results[place]}: no file before it holds the section {name}")
+            if one.added:
+                runs[name, ""][-1].append(place)
+            else:
+                runs.setdefault((name, one.label), []).append([place])
     ordered = sorted(runs, key=lambda key: (list(TITLES).index(key[0]), key[1]))
-    checks = [check for key in ordered for check in found[runs[key][-1]].checks(key[0]).values()]
-    where = found[runs[ordered[0]][-1]].data["environment"]
+    taken = {key: together(key[0], [found[place] for place in runs[key][-1]]) for key in ordered}
+    checks = [check for key in ordered for check in taken[key].checks(key[0]).values()]
+    where = taken[ordered[0]].data["environment"]
     picture = folder / "weftmoe_smoke.png"
     lines = [
         f"# weftmoe's smoke, {where.get('gpu', 'CPU')}",
@@ -181,13 +281,13 @@ def main(page: Path, results: list[str]) -> None:
         "",
     ]
     for key in ordered:
-        *before, last = runs[key]
+        before = [place for places in runs[key][:-1] for place in places]
         earlier = [
             f"- An earlier run, at {found[place].commit} ({verdict(found[place].checks(key[0]).values())}), is in "
             f"[{names[place]}.json]({folder.name}/{names[place]}.json)."
             for place in before
         ]
-        lines += section(key[0], found[last], earlier)
+        lines += section(key[0], taken[key], earlier)
     if picture.is_file():
         lines += [f"![curves of the training runs]({picture.relative_to(page.parent)})", ""]
     sources = (f"{names[place]}:{one.label}" if one.label else names[place] for place, one in enumerate(found))

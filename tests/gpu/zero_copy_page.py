@@ -1,10 +1,12 @@
 """Turn results of zero_copy.py into a dated page, with the memory of a step as a picture.
 
     python tests/gpu/zero_copy_page.py docs/results/PAGE.md OUT/zero_copy.json [MORE.json[:section,section] ...]
+        [BEFORE.json:earlier ...]
 
 Sections may come from several runs; a section that ran in two of them is an error, so that no page picks the better one
-by accident: name those to take. The picture and the JSON files go into a folder of the page's name; lines of a
-notes.txt there are put into the page.
+by accident: name those to take, or mark a run as an earlier one. Of the speeds of sections that are not taken the page
+says what they were. The picture and the JSON files go into a folder of the page's name; lines of a notes.txt there are
+put into the page.
 """
 
 import json
@@ -37,6 +39,7 @@ WAYS = (
     "SGLang, named tensors",
 )
 
+EARLIER = "earlier"  # said of a run that only tells what was measured before
 
 # How the names of a section's checks and numbers begin; what begins like none of them is of `mechanism`.
 STARTS: Mapping[str, tuple[str, ...]] = {
@@ -55,11 +58,16 @@ def section_of(name: str) -> str:
 
 def merged(sources: list[str]) -> dict[str, Any]:
     """The sections of several runs."""
-    found: dict[str, Any] = {"checks": {}, "numbers": {}, "seconds": {}, "runs": []}
+    found: dict[str, Any] = {"checks": {}, "numbers": {}, "seconds": {}, "runs": [], "earlier": []}
     for source in sources:
         path, _, chosen = source.partition(":")
         data = plain(json.loads(Path(path).read_text(encoding="utf-8")))
+        if chosen == EARLIER:
+            found["earlier"].append(data)
+            continue
         sections = set(chosen.split(",")) if chosen else set(data["seconds"])
+        if "speed" in data["seconds"] and "speed" not in sections:
+            found["earlier"].append(data)
         twice = found["seconds"].keys() & sections
         if twice or not sections <= data["seconds"].keys():
             raise SystemExit(f"{path} holds {', '.join(data['seconds'])}; taken before: {', '.join(twice) or 'none'}")
@@ -74,7 +82,34 @@ def merged(sources: list[str]) -> dict[str, Any]:
     return found
 
 
-def speed_section(numbers: Mapping[str, Any]) -> list[str]:
+def earlier_name(data: Mapping[str, Any]) -> str:
+    """Of the raw file of an earlier run."""
+    return f"{'-'.join(data['seconds'])}-{data['environment']['commit']}"
+
+
+def earlier_section(runs: list[Mapping[str, Any]], folder: str, kept: Mapping[int, str]) -> list[str]:
+    """What earlier runs of the speeds found, each with its raw file."""
+    if not runs:
+        return []
+    lines = [
+        "",
+        "Earlier runs of this section:",
+        "",
+        "| commit | cores | experts shared | other weights alone | difference, ms | raw |",
+        "|---|---|---|---|---|---|",
+    ]
+    for run in runs:
+        numbers, where = run["numbers"], run["environment"]
+        name = kept.get(id(run)) or earlier_name(run)
+        shared, alone = (numbers[way]["median_ms"] for way in ("experts shared", "other weights alone"))
+        lines.append(
+            f"| {where['commit']} | {where['cpus']} | {shared:.2f} | {alone:.2f} | "
+            f"{numbers['shared_minus_other_ms']:.2f} | [{name}.json]({folder}/{name}.json) |"
+        )
+    return lines
+
+
+def speed_section(numbers: Mapping[str, Any], earlier: list[str]) -> list[str]:
     """The ways that a version can take, and W^T."""
     shared, alone = numbers["experts shared"], numbers["other weights alone"]
     extra = numbers["shared_minus_other_ms"]
@@ -88,6 +123,7 @@ def speed_section(numbers: Mapping[str, Any]) -> list[str]:
         "",
         f"**{shared['median_ms']:.2f} ms with shared experts, {extra:.2f} ms more than the copy of the other weights "
         "alone**; at most 5 ms more was asked for.",
+        *earlier,
         "",
         "| | median ms | range | n | bytes copied |",
         "|---|---|---|---|---|",
@@ -287,8 +323,12 @@ def main(page: Path, results: list[str]) -> None:
     data = merged(results)
     where = data["runs"][0]["environment"]
     folder = page.with_suffix("")
+    kept = {id(run["raw"]): "-".join(run["seconds"]) for run in data["runs"]}
+    before = [one for one in data["earlier"] if id(one) not in kept]
     for run in data["runs"]:
-        keep(folder, "-".join(run["seconds"]), run["raw"])
+        keep(folder, kept[id(run["raw"])], run["raw"])
+    for one in before:
+        keep(folder, earlier_name(one), one)
     lines = [
         f"# Experts that never move, {where.get('gpu', 'CPU')}",
         "",
@@ -303,7 +343,7 @@ def main(page: Path, results: list[str]) -> None:
         *notes(folder),
     ]
     if "speed" in data["seconds"]:
-        lines += speed_section(data["numbers"])
+        lines += speed_section(data["numbers"], earlier_section(data["earlier"], folder.name, kept))
     if "phases" in data:
         draw(data["phases"], folder / "phases.png")
         lines += phases_section(data["phases"], f"{folder.name}/phases.png")
@@ -315,8 +355,9 @@ def main(page: Path, results: list[str]) -> None:
         lines += kills_section(data["kills"])
     if "mechanism" in data["seconds"]:
         lines += mechanism_section(data)
-    kept = (f"{'-'.join(run['seconds'])}{':' * bool(run['chosen'])}{run['chosen']}" for run in data["runs"])
-    lines += made_anew("zero_copy_page.py", page, kept)
+    sources = [f"{'-'.join(run['seconds'])}{':' * bool(run['chosen'])}{run['chosen']}" for run in data["runs"]]
+    sources += [f"{earlier_name(one)}:{EARLIER}" for one in before]
+    lines += made_anew("zero_copy_page.py", page, sources)
     page.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
