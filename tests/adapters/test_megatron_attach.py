@@ -1,10 +1,12 @@
 """Prepare, attach, train, close: the real Megatron trainer whose experts are the store's bytes."""
 
+import re
+
 import pytest
 import torch
 
 from weftpub.errors import ConfigError, DeadlineError, NonFiniteGradientError, StateError, TornError
-from weftpub_kernels import quantize_pair
+from weftpub_kernels import NonFiniteError, quantize_pair
 
 pytestmark = pytest.mark.isolated("megatron")
 
@@ -302,6 +304,57 @@ def test_a_step_that_fails_half_way_tears_and_a_checkpoint_heals(monkeypatch: py
                 part.load_state_dict(state)
         assert attachment.store.sha256() == before
         train(ddp, opt)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "variant", "name", "value"),
+    [
+        ("muon", "fp8", "decoder.layers.0.mlp.router.weight", float("nan")),
+        ("adam", "fp8", "embedding.word_embeddings.weight", 3.4e38),
+        ("muon", "bf16", "layers.1.experts.2.fc2", float("inf")),
+    ],
+    ids=["router", "beyond-bf16", "bf16-expert"],
+)
+def test_a_master_that_no_quantizer_reads_is_never_published_unless_it_is_finite(
+    optimizer: str, variant: str, name: str, value: float
+) -> None:
+    """A NaN in a master was ignored by amax and became a silent -448. A router, an embedding or a BF16 expert is not
+    even quantized: an attached trainer rounded them into the model, sealed the generation, and the engine would have
+    answered nonsense.
+    """
+    from attach_support import build, gradients, train
+
+    from weftpub_adapters.megatron.attached import attach
+
+    ddp, opt = build(optimizer, variant)
+    attachment = attach(ddp, opt)
+    train(ddp, opt)
+    gradients(ddp, opt)
+    (master,) = [m for child in attachment._children for m in child.masters.values() if m.name.split("[")[0] == name]
+    master.weight[3, 4] = value
+    with pytest.raises(NonFiniteError, match=rf"{re.escape(name)}\S* holds \S+ at row 3, column"):
+        opt.step()
+    with pytest.raises(TornError), attachment.reading():
+        pass
+    with pytest.raises(TornError):
+        opt.step()
+
+
+def test_a_row_block_that_is_not_finite_is_found_too() -> None:
+    from weftpub_adapters.megatron.attached.host_state import Unit
+    from weftpub_adapters.megatron.attached.plain import FiniteWatch, PlainWriter
+
+    target = torch.zeros(4, 2, dtype=torch.bfloat16)
+    unit = Unit("embedding", torch.zeros(4, 2), target, {}, None, (4, 2))
+    watch = FiniteWatch()
+    writer = PlainWriter(unit, watch)
+    writer.block(slice(0, 4))("embedding[0:4]", torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    writer.block(slice(4, 8))("embedding[4:8]", torch.tensor([[5.0, 6.0], [float("inf"), 8.0]]))
+    assert target[:3].tolist() == [[1, 2], [3, 4], [5, 6]]
+    with pytest.raises(NonFiniteError, match=r"embedding\[4:8\] holds inf at row 1, column 0"):
+        watch.raise_if_nonfinite()
+    watch.reset()
+    watch.raise_if_nonfinite()
 
 
 def test_a_reader_holds_the_next_step_off() -> None:

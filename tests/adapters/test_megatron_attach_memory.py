@@ -130,6 +130,37 @@ def test_tags_move_alone_and_never_twice() -> None:
         train(ddp, opt)
 
 
+def test_what_a_captured_graph_reads_is_not_moved() -> None:
+    """A CUDA graph holds the addresses that weights and gradients had when it was captured, and after a wake-up it read
+    memory that was somebody else's. FP8 experts refuse graphs when they are prepared; dense weights of the other
+    variants move as well, and there the offload refuses, before anything has moved.
+    """
+    from attach_support import build, train
+
+    from weftpub_adapters.megatron.attached import attach
+
+    for variant in ("bf16", "baseline"):
+        ddp, opt = build("muon", variant)
+        attachment = attach(ddp, opt, prepared=None if variant == "bf16" else prepared_baseline(ddp))
+        ddp.config.cuda_graph_impl = "local"
+        try:
+            for tags in (["weights"], ["gradients"], ["optimizer", "weights"], []):
+                with pytest.raises(ConfigError, match="cuda_graph_impl='local'"):
+                    attachment.offload(*tags)
+                assert not attachment.offloaded
+        finally:
+            ddp.config.cuda_graph_impl = "none"
+        if variant == "bf16":
+            train(ddp, opt)
+
+
+def prepared_baseline(ddp: Any) -> Any:
+    """What `prepare` gives for a model that it leaves alone."""
+    from weftpub_adapters.megatron.attached import prepare
+
+    return prepare(ddp.module, variant="baseline")
+
+
 def test_new_slots_run_on_the_streams_of_the_old_ones() -> None:
     """Every reload of the slots opened three streams, cuBLAS gave each one that it met a workspace of 32 MiB, and a
     trainer of 50 colocated steps held a gigabyte more than at its first."""

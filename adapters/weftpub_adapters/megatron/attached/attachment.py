@@ -16,7 +16,7 @@ tensors.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -36,6 +36,7 @@ from weftpub_adapters.megatron.attached.child import StagedChild
 from weftpub_adapters.megatron.attached.forward import ExpertForward, connect_experts
 from weftpub_adapters.megatron.attached.marks import set_mark
 from weftpub_adapters.megatron.attached.offload import OffloadTags
+from weftpub_adapters.megatron.attached.plain import FiniteWatch, PlainWriter
 from weftpub_adapters.megatron.attached.prepare import Prepared, prepared_of, set_own_buffer
 from weftpub_adapters.megatron.attached.published import (
     PublishedTensor,
@@ -132,6 +133,7 @@ class Attachment(OffloadTags, Checkpointing):
         self._bindings = bindings
         self._memory = memory
         self._guard = GenerationGuard("attached BF16 experts", self.settings.lease_timeout)
+        self._watch = FiniteWatch()
         self._forwards: list[ExpertForward] = []
         self._children: list[StagedChild] = []
         self._inner_step: Any = None
@@ -334,16 +336,19 @@ class Attachment(OffloadTags, Checkpointing):
 
     @contextmanager
     def _writing(self, generation: int, *, recover: bool = False) -> Iterator[dict[str, SealReport]]:
-        """One generation; if it fails half-way, store and masters are torn."""
+        """One generation; if it fails half-way, or a master became NaN or Inf, store and masters are torn."""
         outcome: dict[str, SealReport] = {}
+        self._watch.reset()
         if self.store is not None:
             with self.store.writing(generation, on_torn=self._tear_masters, recover=recover) as step:
                 yield outcome
+                self._watch.raise_if_nonfinite()
             outcome["report"] = step.report
         else:
             (self._guard.begin_recovery if recover else self._guard.begin)(generation)
             try:
                 yield outcome
+                self._watch.raise_if_nonfinite()
             except BaseException as error:
                 self._guard.tear(f"generation {generation} failed half-way: {error}")
                 self._tear_masters(self._guard.torn_reason)
@@ -365,6 +370,13 @@ class Attachment(OffloadTags, Checkpointing):
         with self._writing(self._generation + 1, recover=torn):
             self._write_all()
         self._refresh()
+
+    @contextmanager
+    def _replacing(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for child in self._children:
+                stack.enter_context(child.replacing())
+            yield
 
     def _write_all(self) -> None:
         for child in self._children:
@@ -425,12 +437,7 @@ class Attachment(OffloadTags, Checkpointing):
     def _writer(self, unit: Any) -> Writer:
         if self.store is not None and unit.expert is not None:
             return self.store.writer()
-        target = unit.target.detach()
-
-        def write(name: str, matrix: torch.Tensor) -> None:
-            target.view(-1).copy_(matrix.reshape(-1), non_blocking=True)
-
-        return write
+        return PlainWriter(unit, self._watch)
 
     # BF16 weights.
 

@@ -171,6 +171,18 @@ class ParameterMemory:
         self._host: dict[int, torch.Tensor] = {}
         self._resized_by: BufferApi | None = None
 
+    def require_movable(self, what: str) -> None:
+        """ConfigError if Megatron captures CUDA graphs: what comes back may lie elsewhere, and a graph that was
+        captured before would read and write where it lay.
+        """
+        for ddp in self._ddps:
+            found = getattr(ddp.config, "cuda_graph_impl", "none")
+            if found not in (None, "none"):
+                raise ConfigError(
+                    f"offload of {what} refused: TransformerConfig.cuda_graph_impl={found!r}, and a captured graph "
+                    "would keep the addresses that they have now; set it to 'none', or do not offload them"
+                )
+
     def offload(self, api: BufferApi) -> None:
         """Copy to pinned memory and free; returns when the bytes have arrived."""
         self._require_api(api)

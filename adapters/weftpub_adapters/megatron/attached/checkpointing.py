@@ -41,6 +41,9 @@ class Checkpointing:
     @abstractmethod
     def rewrite(self) -> None: ...
 
+    @abstractmethod
+    def _replacing(self) -> AbstractContextManager[None]: ...
+
     @contextmanager
     def saving(self, *, asynchronous: bool = False, timeout: float | None = None) -> Iterator[int]:
         """Hold one version and give the experts BF16 memory; build and save the state dicts inside. Yields the
@@ -76,7 +79,7 @@ class Checkpointing:
         if masters_from not in ("optimizer", "model"):
             raise ConfigError(f"masters_from={masters_from!r}; choose 'optimizer' or 'model'")
         self.require_loaded("loading a checkpoint")
-        with self.materialized():
+        with self.materialized(), self._replacing():
             yield
             if masters_from == "model":
                 self._optimizer.reload_model_params()

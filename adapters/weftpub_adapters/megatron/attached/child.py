@@ -1,8 +1,9 @@
 """One of Megatron's inner optimizers with its numbers in host memory: units, masters, and the core that updates them
 in slots."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 
@@ -11,6 +12,7 @@ from weftpub.masters import MasterSet
 from weftpub.optim import Override, StagedOptimizer, StepReport
 from weftpub.staging import StagingPipeline, Writer
 from weftpub_adapters.megatron.attached.host_state import HostState, Unit
+from weftpub_adapters.megatron.attached.plain import PlainWriter
 
 __all__ = ["MakeCore", "StagedChild", "StagedInner"]
 
@@ -95,6 +97,19 @@ class StagedChild:
         }
         self.report = core.step(self.gradients(), lr=rates)
 
+    @contextmanager
+    def replacing(self) -> Iterator[None]:
+        """Inside, a checkpoint is loaded. Torn masters are whole again if the block replaced every weight and every
+        state tensor: Megatron hands them over one by one, and one that it left out is of the step that failed.
+        """
+        for unit in self.units:
+            unit.replaced.clear()
+        yield
+        wanted = {"weight", *self.masters.states}
+        if self.masters.torn is not None and all(wanted <= unit.replaced for unit in self.units):
+            with self.masters.changing("loading an optimizer checkpoint"):
+                pass
+
     def write_all(self) -> None:
         """Show every master to its writer as it is."""
         self.core.write_all()
@@ -155,13 +170,10 @@ class StagedInner:
 
 
 def _piece_writer(writer: Writer, unit: Unit, flat: slice) -> Writer:
+    """Only what a `PlainWriter` writes is ever cut."""
     if flat.stop - flat.start == unit.key.numel():
         return writer
-
-    def write(name: str, matrix: torch.Tensor) -> None:
-        unit.target.view(-1)[flat].copy_(matrix.reshape(-1), non_blocking=True)
-
-    return write
+    return cast("PlainWriter", writer).block(flat)
 
 
 def _never() -> bool:

@@ -47,6 +47,7 @@ class Unit:
         expert: the matrix, for a routed expert.
         shape: shape of the whole master; 1-D for a shard that is only a part of its parameter.
         masters: one master, or consecutive row blocks of it where the whole fits no slot (AdamW's dense parameters).
+        replaced: the weight and state tensors that were wholly replaced since this was emptied.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Unit:
     expert: ExpertMatrix | None
     shape: tuple[int, ...]
     masters: list[Master] = field(default_factory=list)
+    replaced: set[str] = field(default_factory=set)
 
     def pieces(self, slot_numel: int | None) -> list[tuple[str, slice]]:
         """(master name, flat range) of each master: one, or row blocks of at most `slot_numel` elements."""
@@ -94,6 +96,7 @@ class Unit:
             tensor = master.tensors()[key]
             tensor.copy_(value.reshape(-1)[start : start + tensor.numel()].view(tensor.shape))
             start += tensor.numel()
+        self.replaced.add(key)
 
 
 class HostState(MutableMapping[str, torch.Tensor]):

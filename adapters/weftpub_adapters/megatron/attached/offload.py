@@ -64,12 +64,16 @@ class OffloadTags:
                 the bytes.
 
         Raises:
-            StateError: a named tag is offloaded already. DeadlineError: a publish or checkpoint still reads.
+            StateError: a named tag is offloaded already. ConfigError: Megatron captures CUDA graphs, which would keep
+                the addresses of weights and gradients. DeadlineError: a publish or checkpoint still reads.
         """
         chosen = self._chosen(tags) if tags else tuple(tag for tag in get_args(Tag) if tag not in self._offloaded)
         for tag in chosen:
             if tag in self._offloaded:
                 raise StateError(f"{tag!r} is offloaded already; reload it first")
+        moving = [tag for tag in chosen if tag != "optimizer"]
+        if moving:
+            self._parameters.require_movable(" and ".join(moving))
         if "gradients" in chosen:
             self._parameters.offload_gradients()
         if "optimizer" in chosen:
