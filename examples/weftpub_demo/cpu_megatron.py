@@ -171,6 +171,7 @@ def install() -> bool:
     torch.Tensor.record_stream = _returning(None)
     torch.Tensor.type = _cuda_type_name
     torch.nn.Module.cuda = _same_tensor
+    torch.compiler.set_stance("force_eager")  # what Megatron fuses is soon computed at these sizes, and late compiled
     _mode.__enter__()
     _patch_megatron()
     _state["installed"] = True
@@ -185,6 +186,17 @@ def _patch_megatron() -> None:
     mcore_random._get_cuda_rng_state = _cpu_rng_state
     mcore_random._set_cuda_rng_state = _set_cpu_rng_state
     token_dispatcher.maybe_move_tensor_to_cpu = _as_host_value
+    # Gated delta nets are computed in plain torch where the model is deterministic, but for one norm.
+    from megatron.core.ssm.gated_delta_net import common as delta_net
+
+    if not delta_net.HAVE_FLA:
+        delta_net.HAVE_FLA, delta_net.l2norm = True, _l2norm
+
+
+def _l2norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    """Rows of length one, as flash-linear-attention makes them."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def _as_host_value(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -1,4 +1,5 @@
-"""Megatron-core: a Hugging Face Qwen3-MoE as its real modules, experts behind placeholder parameters, staged steps.
+"""Megatron-core: a Hugging Face Qwen3-MoE or Qwen3.5-MoE as its real modules, experts behind placeholder parameters,
+staged steps.
 
 Importing this package does not import Megatron; building a model does.
 """
@@ -7,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from weftpub_adapters.megatron.attached import AttachSettings, Prepared, prepare
 from weftpub_adapters.megatron.experts import ExpertAttachment
-from weftpub_adapters.megatron.fields import Qwen3MoeFields, read_config
+from weftpub_adapters.megatron.fields import Qwen3MoeFields, Qwen35MoeFields, read_config, read_fields
+from weftpub_adapters.megatron.hybrid_loader import read_hybrid_parameters
+from weftpub_adapters.megatron.hybrid_model import hybrid_settings, hybrid_spec, require_delta_net_kernels
 from weftpub_adapters.megatron.linear import StoreLinear, StoreMatrix
 from weftpub_adapters.megatron.loader import fill_parameters, read_parameters
 from weftpub_adapters.megatron.model import base_settings, build_model, initialize_parallel, transformer_config
@@ -26,6 +29,7 @@ __all__ = [
     "MegatronTrainer",
     "Prepared",
     "Qwen3MoeFields",
+    "Qwen35MoeFields",
     "StoreLinear",
     "StoreMatrix",
     "TrainerProbe",
@@ -35,11 +39,16 @@ __all__ = [
     "base_settings",
     "build_model",
     "fill_parameters",
+    "hybrid_settings",
+    "hybrid_spec",
     "initialize_parallel",
     "prepare",
     "probe_layer",
     "read_config",
+    "read_fields",
+    "read_hybrid_parameters",
     "read_parameters",
+    "require_delta_net_kernels",
     "require_supported",
     "transformer_config",
 ]

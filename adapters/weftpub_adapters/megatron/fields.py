@@ -1,16 +1,19 @@
-"""The fields of a Hugging Face Qwen3-MoE `config.json` that the trainer needs, read and checked once."""
+"""The fields of a Hugging Face `config.json` that the trainer needs, read and checked once: Qwen3-MoE, and Qwen3.5-MoE
+as a text model of its own or as the language model of a multimodal one.
+"""
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from weftpub.errors import ConfigError
 
-__all__ = ["ARCHITECTURE", "Qwen3MoeFields", "read_config"]
+__all__ = ["ARCHITECTURE", "HYBRID_ARCHITECTURES", "Qwen3MoeFields", "Qwen35MoeFields", "read_config", "read_fields"]
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
+HYBRID_ARCHITECTURES = ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,82 @@ class Qwen3MoeFields:
         return fields
 
 
+@dataclass(frozen=True)
+class Qwen35MoeFields(Qwen3MoeFields):
+    """Sizes and numeric settings of one Qwen3.5-MoE language model: gated delta nets and gated attention take turns,
+    and a shared expert stands beside the routed ones.
+
+    Attributes:
+        multimodal: whether the language model is a part of a multimodal one, whose checkpoint has a vision tower.
+        full: for each layer whether it has attention; the others have a gated delta net.
+        rotary_percent: share of a head's elements that are rotated. Of text alone all sections of the multimodal
+            rotary embedding count the same positions, so it is the ordinary one.
+        shared: width of the shared expert.
+        key_heads, key_dim, value_heads, value_dim: of a gated delta net, heads and their widths.
+        kernel: elements of its convolution.
+    """
+
+    multimodal: bool
+    full: tuple[bool, ...]
+    rotary_percent: float
+    shared: int
+    key_heads: int
+    key_dim: int
+    value_heads: int
+    value_dim: int
+    kernel: int
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> "Qwen35MoeFields":
+        """Read the fields of a `config.json`; those of a multimodal model lie in its `text_config`. Layers of
+        multi-token prediction are left out.
+
+        Raises:
+            ConfigError: as `Qwen3MoeFields.from_hf`; attention without its gate; kinds of layers that are not known.
+        """
+        architecture = (config.get("architectures") or [None])[0]
+        if architecture not in HYBRID_ARCHITECTURES:
+            raise ConfigError(
+                f"architectures[0] is {architecture!r}; expected one of {', '.join(HYBRID_ARCHITECTURES)}"
+            )
+        text = {**config, **(config.get("text_config") or {})}
+        tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+        # The choice of experts is always followed by rescaling in this family.
+        plain = {**text, "architectures": [ARCHITECTURE], "norm_topk_prob": True, "tie_word_embeddings": bool(tied)}
+        if not text.get("attn_output_gate", True):
+            raise ConfigError("attn_output_gate=False is not supported; expected True")
+        common = Qwen3MoeFields.from_hf(plain)
+        rope = text.get("rope_parameters") or {}
+        percent = rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 0.25))
+        return cls(
+            **asdict(common),
+            multimodal="text_config" in config,
+            full=_full_layers(text, common.layers),
+            rotary_percent=float(percent),
+            shared=_need(text, "shared_expert_intermediate_size"),
+            key_heads=_need(text, "linear_num_key_heads"),
+            key_dim=_need(text, "linear_key_head_dim"),
+            value_heads=_need(text, "linear_num_value_heads"),
+            value_dim=_need(text, "linear_value_head_dim"),
+            kernel=_need(text, "linear_conv_kernel_dim"),
+        )
+
+
+def read_fields(config: Mapping[str, Any]) -> Qwen3MoeFields:
+    """The fields of a `config.json` of any architecture that is trained here.
+
+    Raises:
+        ConfigError: another architecture, or what `from_hf` of the family refuses.
+    """
+    architecture = (config.get("architectures") or [None])[0]
+    if architecture in HYBRID_ARCHITECTURES:
+        return Qwen35MoeFields.from_hf(config)
+    if architecture != ARCHITECTURE:
+        known = ", ".join((ARCHITECTURE, *HYBRID_ARCHITECTURES))
+        raise ConfigError(f"architectures[0] is {architecture!r}; trained are {known}")
+    return Qwen3MoeFields.from_hf(config)
+
+
 def read_config(directory: str | Path) -> dict[str, Any]:
     """The parsed `config.json` of a checkpoint directory; ConfigError if it is missing or no JSON object."""
     path = Path(directory) / "config.json"
@@ -100,6 +179,20 @@ def _need(config: Mapping[str, Any], *names: str) -> Any:
         if config.get(name) is not None:
             return config[name]
     raise ConfigError(f"config.json has no {' or '.join(names)}; expected the config of a {ARCHITECTURE}")
+
+
+def _full_layers(text: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
+    kinds = text.get("layer_types")
+    if not kinds:
+        interval = int(text.get("full_attention_interval", 4))
+        return tuple((layer + 1) % interval == 0 for layer in range(layers))
+    unknown = sorted(set(kinds) - {"full_attention", "linear_attention"})
+    if unknown or len(kinds) != layers:
+        raise ConfigError(
+            f"layer_types names {len(kinds)} layers{f', of unknown kinds {unknown}' if unknown else ''}; expected "
+            f"{layers} of full_attention or linear_attention"
+        )
+    return tuple(kind == "full_attention" for kind in kinds)
 
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:

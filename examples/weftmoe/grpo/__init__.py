@@ -7,7 +7,7 @@ from weftmoe.grpo.advantages import GroupRewards, group_advantages
 from weftmoe.grpo.correction import Correction, CorrectionSettings, correct
 from weftmoe.grpo.loss import LossSettings, TokenLoss, token_loss
 from weftmoe.grpo.objective import batch_loss, token_weights
-from weftmoe.grpo.packing import Microbatch, Sequence, deal, microbatches
+from weftmoe.grpo.packing import Layout, Microbatch, Sequence, deal, microbatches
 from weftmoe.grpo.selection import DynamicSampling, Selection, select_groups
 from weftmoe.grpo.statistics import SequenceSums, StepStatistics, sequence_sums, summarize
 
@@ -16,6 +16,7 @@ __all__ = [
     "CorrectionSettings",
     "DynamicSampling",
     "GroupRewards",
+    "Layout",
     "LossSettings",
     "Microbatch",
     "Selection",

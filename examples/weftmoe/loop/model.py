@@ -11,7 +11,14 @@ import torch
 
 from weftmoe.schema import Settings
 from weftpub.errors import ConfigError
-from weftpub_adapters.megatron import Qwen3MoeFields, base_settings
+from weftpub_adapters.megatron import (
+    Qwen3MoeFields,
+    Qwen35MoeFields,
+    base_settings,
+    hybrid_settings,
+    hybrid_spec,
+    require_delta_net_kernels,
+)
 from weftpub_demo import cpu_megatron
 
 __all__ = ["build_model", "config_fields", "initialize", "join_world", "prepare_process"]
@@ -121,10 +128,6 @@ def build_model(settings: Settings, fields: Qwen3MoeFields, device: torch.device
     Raises:
         ConfigError: a parallel size that this loop does not drive.
     """
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_layer_local_spec,
-        get_gpt_layer_with_transformer_engine_spec,
-    )
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -132,35 +135,48 @@ def build_model(settings: Settings, fields: Qwen3MoeFields, device: torch.device
     for name in ("pipeline", "context", "expert_tensor"):
         if getattr(settings.train, name) != 1:
             raise ConfigError(f"train.{name}={getattr(settings.train, name)} is not driven by this loop; set it to 1")
+    if isinstance(fields, Qwen35MoeFields) and device.type == "cuda":
+        require_delta_net_kernels()
     config = TransformerConfig(**config_fields(settings, fields, device))
-    grouped = settings.train.experts == "grouped"
-    if grouped:
-        spec = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=fields.experts, moe_grouped_gemm=True, qk_layernorm=True
-        )
-    else:
-        spec = get_gpt_layer_local_spec(
-            num_experts=fields.experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
-        )
     model = GPTModel(
         config,
-        spec,
+        _layers(config, fields, grouped=settings.train.experts == "grouped"),
         vocab_size=fields.vocab,
         max_sequence_length=fields.positions,
         position_embedding_type="rope",
+        rotary_percent=fields.rotary_percent if isinstance(fields, Qwen35MoeFields) else 1.0,
         rotary_base=fields.rope_theta,
         share_embeddings_and_output_weights=fields.tied,
         parallel_output=True,
     )
     if device.type == "cuda":
         model.cuda(torch.cuda.current_device())
-    return Float16Module(config, model)
+    return Float16Module(config, model) if config.bf16 else model
+
+
+def _layers(config: Any, fields: Qwen3MoeFields, *, grouped: bool) -> Any:
+    """Megatron's spec of a layer, or of all where they differ."""
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_layer_with_transformer_engine_spec,
+    )
+
+    if isinstance(fields, Qwen35MoeFields):
+        return hybrid_spec(config, fields, grouped=grouped)
+    if grouped:
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=fields.experts, moe_grouped_gemm=True, qk_layernorm=True
+        )
+    return get_gpt_layer_local_spec(
+        num_experts=fields.experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
+    )
 
 
 def config_fields(settings: Settings, fields: Qwen3MoeFields, device: torch.device) -> dict[str, Any]:
     """Arguments of Megatron's TransformerConfig: what the checkpoint fixes, and what the run chooses."""
     train = settings.train
-    chosen: dict[str, Any] = base_settings(fields) | {
+    hybrid = isinstance(fields, Qwen35MoeFields)
+    chosen: dict[str, Any] = (hybrid_settings(fields) if hybrid else base_settings(fields)) | {
         "tensor_model_parallel_size": train.tensor,
         "sequence_parallel": train.sequence_parallel,
         "expert_model_parallel_size": train.expert,
@@ -168,7 +184,8 @@ def config_fields(settings: Settings, fields: Qwen3MoeFields, device: torch.devi
         "moe_token_dispatcher_type": train.dispatcher,
         "moe_grouped_gemm": train.experts == "grouped",
         "use_cpu_initialization": device.type == "cpu",
-        "deterministic_mode": train.deterministic and device.type == "cuda",
+        # Without a GPU gated delta nets are computed in plain torch, which is what this says.
+        "deterministic_mode": train.deterministic if device.type == "cuda" else hybrid,
     }
     if train.experts == "grouped":
         # One kernel for all sequences of a pack, angles in FP32 as the engine has them; Megatron's own loops over them.

@@ -19,7 +19,13 @@ _LENGTHS = 64  # lengths of packed sequences are told apart in steps of this
 
 
 def log_probabilities(
-    model: Any, batch: Microbatch, device: torch.device, *, chunk_tokens: int, temperature: float = 1.0
+    model: Any,
+    batch: Microbatch,
+    device: torch.device,
+    *,
+    chunk_tokens: int,
+    temperature: float = 1.0,
+    masked: bool = True,
 ) -> torch.Tensor:
     """Run the model forward.
 
@@ -29,6 +35,7 @@ def log_probabilities(
         device: where the model is.
         chunk_tokens: positions whose logits exist at once; 0 for all.
         temperature: that the engine divides logits by before it samples: both sides speak of one distribution.
+        masked: whether attention must be told not to look ahead in padded rows; TransformerEngine's does not.
 
     Returns:
         float32 of the shape of ``batch.tokens``: log p(label) at each position, with gradient if enabled.
@@ -38,7 +45,7 @@ def log_probabilities(
     result: torch.Tensor = model(
         tokens,
         positions,
-        _causal_mask(batch, device) if batch.layout == "padded" else None,
+        _causal_mask(batch, device) if masked and batch.layout == "padded" else None,
         labels=labels,
         packed_seq_params=packed,
         output_processor=_processor(chunk_tokens, temperature),

@@ -21,6 +21,7 @@ import torch
 
 from weftmoe.grpo import (
     CorrectionSettings,
+    Layout,
     LossSettings,
     Microbatch,
     Sequence,
@@ -39,9 +40,10 @@ from weftmoe.loop.weights import load_hf
 from weftmoe.schema import Settings
 from weftpub.errors import NonFiniteGradientError
 from weftpub.publisher import SourceBuffers
-from weftpub_adapters.megatron import Qwen3MoeFields, read_config
+from weftpub_adapters.megatron import read_config, read_fields
+from weftpub_adapters.megatron.fields import HYBRID_ARCHITECTURES
 
-__all__ = ["MegatronGrpo", "Sources", "Update"]
+__all__ = ["MegatronGrpo", "Sources", "Update", "layout_of"]
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class MegatronGrpo:
         shared: str | None = None,
     ) -> None:
         self.hf_config: Mapping[str, Any] = read_config(directory)
-        self.fields = Qwen3MoeFields.from_hf(self.hf_config)
+        self.fields = read_fields(self.hf_config)
         self.device = device
         self._settings = settings
         self._ranks = Ranks()
@@ -338,17 +340,27 @@ class MegatronGrpo:
             self.device,
             chunk_tokens=settings.train.logit_chunk_tokens,
             temperature=settings.rollout.sampling.temperature,
+            masked=settings.train.experts != "grouped",
         )
 
     def _cut(self, sequences: Many[Sequence]) -> Iterator[Microbatch]:
         settings = self._settings
-        layout = "packed" if settings.train.experts == "grouped" else "padded"
         yield from microbatches(
             sequences,
             budget=settings.length.microbatch_tokens,
-            layout=layout,
+            layout=layout_of(settings),
             pad_to=settings.train.tensor if settings.train.sequence_parallel else 1,
         )
+
+
+def layout_of(settings: Settings) -> Layout:
+    """Of microbatches: packed where every layer can stay inside its sequences. Attention can with TransformerEngine's
+    kernels, a gated delta net with those of flash-linear-attention, which Megatron leaves aside to be deterministic.
+    """
+    hybrid = settings.model.architecture in HYBRID_ARCHITECTURES
+    if settings.train.experts == "grouped" and not (hybrid and settings.train.deterministic):
+        return "packed"
+    return "padded"
 
 
 def describe_settings(settings: Settings) -> dict[str, Any]:
