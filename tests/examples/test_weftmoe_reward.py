@@ -3,11 +3,12 @@
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from weftmoe.reward import Rewarder, RewardJob, RewardPool, exact_reward
-from weftmoe.reward.math import answer_part
+from weftmoe.reward.math import LateAnswer, answer_part, math_reward
 from weftpub.errors import ConfigError
 
 
@@ -44,6 +45,8 @@ WORKER = """
         if word == "die":
             sys.exit(3)
         answer = {"error": "ValueError: odd"} if word == "raise" else {"reward": float(word == job["ground_truth"])}
+        if word == "late":
+            answer = {"late": "not read within 1 s"}
         print(json.dumps(answer), flush=True)
 """
 
@@ -66,6 +69,13 @@ def test_a_hanging_expression_costs_one_zero(worker: list[str], monkeypatch: pyt
     assert [verdict.outcome for verdict in verdicts] == outcomes
     assert [verdict.reward for verdict in verdicts] == [1.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0]
     assert all(verdict.reward == 1.0 for verdict in again), "workers that died were replaced"
+
+
+def test_a_worker_that_says_it_was_late_is_a_timeout_and_goes_on(worker: list[str]) -> None:
+    with RewardPool(1, seconds=1, command=worker) as pool:
+        verdicts = pool.judge([("late", "1"), ("1", "1")])
+    assert [(v.reward, v.outcome) for v in verdicts] == [(0.0, "timeout"), (1.0, "judged")]
+    assert verdicts[0].detail == "not read within 1 s"
 
 
 def test_a_worker_that_cannot_start_is_an_error(tmp_path: Path) -> None:
@@ -111,5 +121,31 @@ def test_the_verifier_judges_mathematics() -> None:
         ("", "1", 0.0),
     ]
     with Rewarder(workers=1, seconds=1) as rewarder:
-        rewards, _ = rewarder.judge([RewardJob(completion, truth, "math") for completion, truth, _ in cases])
+        rewards, outcomes = rewarder.judge([RewardJob(completion, truth, "math") for completion, truth, _ in cases])
     assert rewards == [reward for _, _, reward in cases]
+    assert sum(outcomes.values()) == len(cases)
+
+
+@pytest.mark.parametrize("slow", ["parse", "verify"])
+def test_a_limit_that_passes_inside_of_the_verifier_is_a_timeout(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """math-verify takes an answer that it has not read, or not compared, in time for a wrong one. On a busy machine
+    right answers got no reward, and the log counted them as judged.
+    """
+    verifier = pytest.importorskip("math_verify")
+    late = pytest.importorskip("math_verify.errors").TimeoutException
+    parse, verify = verifier.parse, verifier.verify
+
+    def sleepy(*arguments: Any, raise_on_error: bool = False, **options: Any) -> Any:
+        if slow == "parse" and "7" not in arguments[0]:
+            return parse(*arguments, **options)
+        if raise_on_error:
+            raise late("Operation timed out!")
+        return [] if slow == "parse" else False
+
+    monkeypatch.setattr(
+        "weftmoe.reward.math.load_verifier", lambda: (sleepy, verify) if slow == "parse" else (parse, sleepy)
+    )
+    with pytest.raises(LateAnswer, match="within 5 s"):
+        math_reward("Answer: 7", "3", seconds=5)
+    with pytest.raises(LateAnswer, match="within 5 s"):
+        math_reward("Answer: 3", "7", seconds=5)

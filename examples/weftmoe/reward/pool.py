@@ -30,7 +30,10 @@ _GRACE_S = 2.0
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one answer: `reward` is 0.0 unless `outcome` is "judged"."""
+    """What became of one answer: `reward` is 0.0 unless `outcome` is "judged".
+
+    A "timeout" is found by the worker itself, or by the pool if the worker does not come back.
+    """
 
     reward: float
     outcome: Outcome
@@ -104,6 +107,8 @@ class RewardPool:
         self._idle.put(worker)
         if isinstance(answer, Verdict):
             return answer
+        if "late" in answer:
+            return Verdict(0.0, "timeout", answer["late"])
         if "error" in answer:
             return Verdict(0.0, "error", answer["error"])
         return Verdict(float(answer["reward"]), "judged")

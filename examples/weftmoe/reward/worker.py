@@ -1,14 +1,14 @@
 """One worker process of the reward pool: `python -m weftmoe.reward.worker MEMORY_MIB SECONDS`.
 
-A JSON object a line on standard input, {"completion", "ground_truth"}; an answer a line, {"reward"} or {"error"}. The
-process ends with its input. Its first line says that it is ready, or what is missing.
+A JSON object a line on standard input, {"completion", "ground_truth"}; an answer a line: {"reward"}, or {"late"} or
+{"error"} with the reason. The process ends with its input. Its first line says that it is ready, or what is missing.
 """
 
 import json
 import resource
 import sys
 
-from weftmoe.reward.math import load_verifier, math_reward
+from weftmoe.reward.math import LateAnswer, load_verifier, math_reward
 from weftpub.errors import ConfigError
 
 __all__ = ["main"]
@@ -30,6 +30,8 @@ def main() -> None:
         job = json.loads(line)
         try:
             answer = {"reward": math_reward(job["completion"], job["ground_truth"], seconds=seconds)}
+        except LateAnswer as error:
+            answer = {"late": str(error)}
         except Exception as error:  # what a model wrote may raise anything in a parser; it is a wrong answer
             answer = {"error": f"{type(error).__name__}: {error}"[:200]}
         print(json.dumps(answer), file=answers, flush=True)
