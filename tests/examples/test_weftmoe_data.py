@@ -11,7 +11,7 @@ from weftmoe.loop.prompts import encode_prompts
 from weftpub.errors import CheckpointError, ConfigError
 
 
-def row(index: Any, question: str = "What is 1 + 1?", truth: str = "2", **changes: Any) -> dict[str, Any]:
+def row(index: Any, question: str = "What is 1 + 1?", truth: str | None = "2", **changes: Any) -> dict[str, Any]:
     """A row as the data set's own parquet holds it."""
     return {
         "data_source": "math_dapo",
@@ -43,6 +43,34 @@ def test_repeated_rows_are_one_prompt(tmp_path: Path) -> None:
 def test_rows_of_one_index_must_agree(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"row 1: extra_info\.index 'a' names another question"):
         read_prompts(write(tmp_path / "rows.jsonl", [row("a", "q1"), row("a", "q2")]))
+
+
+def test_a_question_under_two_indices_is_one_question(tmp_path: Path) -> None:
+    """The published file names some questions twice, under different indices: they counted as different prompts, and
+    were drawn twice as often. Where both came with different answers, whatever the model said was right once and wrong
+    once.
+    """
+    rows = [
+        row("a", "q1"),
+        row("b", "q2", "5"),
+        row("c", "q1", " 2 "),
+        row("d", "q2", "6"),
+        row("e", "q3"),
+        row("a", "q1"),
+    ]
+    found = read_prompts(write(tmp_path / "rows.jsonl", rows))
+    assert [prompt.index for prompt in found.prompts] == ["a", "e"]
+    assert (found.rows, found.repeated, found.contradicting) == (6, 3, 1)
+    assert "3 repeated rows dropped, 1 questions with contradicting answers left out" in str(found)
+    with pytest.raises(ConfigError, match="every question comes with contradicting answers"):
+        read_prompts(write(tmp_path / "rows.jsonl", [row("b", "q2", "5"), row("d", "q2", "6")]))
+
+
+@pytest.mark.parametrize("truth", [None, "", " "])
+def test_a_question_without_an_answer_is_refused(tmp_path: Path, truth: str | None) -> None:
+    """A row whose ground truth was null was judged by the text "None": every completion of it was wrong."""
+    with pytest.raises(ConfigError, match="row 1: no ground truth"):
+        read_prompts(write(tmp_path / "rows.jsonl", [row("a"), row("b", "q2", truth)]))
 
 
 @pytest.mark.parametrize(
@@ -140,6 +168,20 @@ def test_positions_of_other_data_are_refused(tmp_path: Path) -> None:
         PromptSampler(prompts(tmp_path, 5), seed=2).restore(state)
     with pytest.raises(CheckpointError):
         PromptSampler(prompts(tmp_path, 4), seed=1).restore(state)
+
+
+def test_as_many_other_prompts_are_other_data(tmp_path: Path) -> None:
+    """A position is a number, and a data file that was written anew under its old name has as many prompts: a resumed
+    run went on in it, drew some questions twice in that epoch, and others never.
+    """
+    five = prompts(tmp_path, 5)
+    state = PromptSampler(five, seed=1).state()
+    others = read_prompts(write(tmp_path / "rows.jsonl", [row(n, f"q{n}", str(n)) for n in range(5)])).prompts
+    for changed in (others, five[::-1]):
+        with pytest.raises(CheckpointError, match="resume with the same data and seed"):
+            PromptSampler(changed, seed=1).restore(state)
+    with pytest.raises(CheckpointError, match="'shuffle': 1"):
+        PromptSampler(five, seed=1, shuffle=False).restore(state)
 
 
 # Tokens.

@@ -7,7 +7,8 @@
     extra_info    {index}
 
 The published file repeats every question about a hundred times; rows are one prompt if their ``extra_info.index`` is
-one, the first is kept, and `PromptSet` says how many there were. Rows that share an index and differ are an error.
+one, or their conversation. The first is kept, and `PromptSet` says how many there were. Rows that share an index and
+differ are an error. A question that comes under several indices with different answers has no answer, and is left out.
 """
 
 import json
@@ -56,22 +57,27 @@ class PromptSet:
         prompts: the questions.
         rows: rows that were read.
         origin: where from.
+        contradicting: questions that were left out because their rows give different answers.
     """
 
     prompts: tuple[Prompt, ...]
     rows: int
     origin: str
+    contradicting: int = 0
 
     @property
     def repeated(self) -> int:
         """Rows that were dropped because their question was there already."""
-        return self.rows - len(self.prompts)
+        return self.rows - len(self.prompts) - self.contradicting
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     def __str__(self) -> str:
-        return f"{len(self)} prompts from {self.rows} rows of {self.origin} ({self.repeated} repeated rows dropped)"
+        text = f"{len(self)} prompts from {self.rows} rows of {self.origin} ({self.repeated} repeated rows dropped"
+        if self.contradicting:
+            text += f", {self.contradicting} questions with contradicting answers left out"
+        return f"{text})"
 
 
 def names_a_path(source: str) -> bool:
@@ -149,7 +155,20 @@ def _dedupe(rows: Iterable[Mapping[str, Any]], origin: str) -> PromptSet:
             )
     if not found:
         raise ConfigError(f"{origin} has no rows")
-    return PromptSet(tuple(found.values()), count, origin)
+    return _once(found.values(), count, origin)
+
+
+def _once(prompts: Iterable[Prompt], rows: int, origin: str) -> PromptSet:
+    """Every question once, whatever it is called: published data has some under several indices."""
+    first: dict[tuple[tuple[str, str], ...], Prompt] = {}
+    contradicting: set[tuple[tuple[str, str], ...]] = set()
+    for prompt in prompts:
+        if first.setdefault(prompt.messages, prompt).ground_truth.strip() != prompt.ground_truth.strip():
+            contradicting.add(prompt.messages)
+    kept = tuple(prompt for messages, prompt in first.items() if messages not in contradicting)
+    if not kept:
+        raise ConfigError(f"{origin}: every question comes with contradicting answers; is this the right data?")
+    return PromptSet(kept, rows, origin, len(contradicting))
 
 
 def _prompt(row: Mapping[str, Any], number: int, origin: str) -> Prompt:
@@ -170,4 +189,6 @@ def _prompt(row: Mapping[str, Any], number: int, origin: str) -> Prompt:
         ) from None
     if not messages or info["index"] is None:
         raise ConfigError(f"{origin}, row {number}: an empty prompt or no extra_info.index")
+    if model["ground_truth"] is None or not made.ground_truth.strip():
+        raise ConfigError(f"{origin}, row {number}: no ground truth, so every answer would be wrong; leave it out")
     return made

@@ -1,7 +1,9 @@
 """The order of prompts: every epoch a new permutation, made from seed and epoch alone; and a position to resume."""
 
+import hashlib
+import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from weftmoe.data.prompts import Prompt
 from weftpub.errors import CheckpointError, ConfigError
@@ -30,6 +32,12 @@ class PromptSampler:
         self._shuffle = shuffle
         self._drawn = 0
         self._order: tuple[int, list[int]] | None = None
+        self._identity: dict[str, int | str] = {
+            "seed": seed,
+            "size": len(self._prompts),
+            "shuffle": int(shuffle),
+            "prompts": _digest(self._prompts),
+        }
 
     @property
     def drawn(self) -> int:
@@ -52,17 +60,18 @@ class PromptSampler:
         count = count if left is None else min(count, left)
         return [self._one() for _ in range(count)]
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, int | str]:
         """What `restore` takes: plain data."""
-        return {"seed": self._seed, "size": len(self._prompts), "drawn": self._drawn}
+        return {**self._identity, "drawn": self._drawn}
 
-    def restore(self, state: dict[str, int]) -> None:
-        """Go on where another sampler of the same data and seed stood.
+    def restore(self, state: Mapping[str, int | str]) -> None:
+        """Go on where another sampler of the same data, order and seed stood.
 
         Raises:
-            CheckpointError: the state is of other data or another seed.
+            CheckpointError: the state is of other data or another seed. As many other prompts, or the same ones in
+                another order, are other data: some would be drawn twice in an epoch, and some never.
         """
-        mine = {"seed": self._seed, "size": len(self._prompts)}
+        mine = self._identity
         theirs = {name: state.get(name) for name in mine}
         if mine != theirs:
             raise CheckpointError(
@@ -80,3 +89,11 @@ class PromptSampler:
             self._order = (epoch, order)
         self._drawn += 1
         return self._prompts[self._order[1][place]]
+
+
+def _digest(prompts: Sequence[Prompt]) -> str:
+    """Of the questions and answers, in their order."""
+    found = hashlib.sha256()
+    for prompt in prompts:
+        found.update(json.dumps([prompt.index, prompt.messages, prompt.ground_truth]).encode())
+    return found.hexdigest()[:16]

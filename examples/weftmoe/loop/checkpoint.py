@@ -43,7 +43,7 @@ class LoopState:
     """
 
     step: int
-    data: dict[str, int]
+    data: dict[str, int | str]
     total: Counters
     identity: dict[str, str]
     fixed: tuple[tuple[tuple[int, ...], int], ...] = ()
