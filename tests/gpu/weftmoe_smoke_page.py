@@ -203,7 +203,7 @@ def kl_table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """A line a run, and one for the seeds together where there are several."""
     lines = [
         "",
-        "| run | seed | commit | tokens | KL of step 1, 1e-5 | KL of step 2, 1e-5 | ratio | |",
+        "| run | seed | commit | tokens, both steps | KL of step 1, 1e-5 | KL of step 2, 1e-5 | ratio | |",
         "|---|---|---|---:|---:|---:|---:|---|",
     ]
     sums = pooled(rows)

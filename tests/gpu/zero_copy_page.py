@@ -143,9 +143,10 @@ def speed_section(numbers: Mapping[str, Any], earlier: list[str]) -> list[str]:
         lines.append(f"| {name} | {' | '.join(f'{row["phases_ms"].get(phase, 0.0):.2f}' for phase in phases)} |")
     lines += [
         "",
-        "`seal` reads the quantizer's sums and says that the generation is whole; `verify` includes the checksums that "
-        "the engine's process computes from the memory it serves. SGLang's own update is its serializer, its IPC and "
-        "its loaders (`WeightUpdater.update_weights_from_tensor`), without its server's round trips.",
+        "`seal` reads the quantizer's sums and says that the generation is whole; `verify` waits for the checksums "
+        "that the engine's process computes from the memory it serves, begun behind the last copy. SGLang's own update "
+        "is its serializer, its IPC and its loaders (`WeightUpdater.update_weights_from_tensor`), without its server's "
+        "round trips.",
         "",
         "| W^T | a step writes, ms | a backward pass has it made, ms | a reload makes it, ms | bytes |",
         "|---|---|---|---|---|",
