@@ -10,6 +10,9 @@ __all__ = ["ALLOCATOR_VARIABLES", "check", "problems"]
 # Only a role's env block may set these: a module that did so at import would change other code's memory.
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING")
 
+# Allocators whose memory no other process can map.
+_UNSHARED = {"expandable_segments:true": "expandable segments", "backend:cudamallocasync": "cudaMallocAsync's memory"}
+
 
 def check(settings: Settings) -> None:
     """ConfigError with every problem of `problems`, if there is one."""
@@ -140,11 +143,10 @@ def _environment(s: Settings) -> Iterator[str]:
     for name, role in (("trainer", s.roles.trainer), ("engine", s.roles.engine)):
         for variable in ALLOCATOR_VARIABLES:
             value = role.env.get(variable, "")
-            if "expandable_segments:true" in value.lower().replace(" ", "") and s.publish.path == "weftpub":
-                yield (
-                    f"roles.{name}.env.{variable}={value!r}: expandable segments cannot be shared by CUDA IPC; leave "
-                    "it out"
-                )
+            words = value.lower().replace(" ", "")
+            for setting, what in _UNSHARED.items():
+                if setting in words and s.publish.path == "weftpub":
+                    yield f"roles.{name}.env.{variable}={value!r}: {what} cannot be shared by CUDA IPC; leave it out"
     scales = s.roles.trainer.env.get("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "0")
     if s.variant == "fp8" and (scales == "1") != (s.publish.activation_scales == "fp32"):
         yield (

@@ -12,9 +12,10 @@ from typing import Literal
 from weftmoe.schema import Settings
 from weftpub.errors import ConfigError
 
-__all__ = ["RoleName", "changed", "require_environment", "role_environment"]
+__all__ = ["ROLES", "RoleName", "changed", "require_environment", "role_environment"]
 
 RoleName = Literal["trainer", "engine"]
+ROLES: tuple[RoleName, ...] = ("trainer", "engine")
 
 # What torchrun sets for its workers; an engine that finds them joins the trainer's process group, or waits for it.
 _TORCHRUN = (
@@ -37,6 +38,9 @@ _TORCHRUN = (
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
 )
 
+# Read by SGLang as it is imported: log-probs are then of temperature 1, whatever it samples at.
+_ORIGINAL_LOGPROB = "SGLANG_RETURN_ORIGINAL_LOGPROB"
+
 
 def role_environment(settings: Settings, role: RoleName, base: Mapping[str, str] | None = None) -> dict[str, str]:
     """The whole environment of a role's process.
@@ -45,12 +49,17 @@ def role_environment(settings: Settings, role: RoleName, base: Mapping[str, str]
         settings: of the run.
         role: "trainer", or "engine".
         base: what to start from; by default this process's environment.
+
+    Raises:
+        ConfigError: a variable would have the engine report other log-probabilities than it samples with.
     """
     environment = dict(os.environ if base is None else base)
     if role == "engine":
         for name in (*_TORCHRUN, *settings.roles.trainer.env):
             environment.pop(name, None)
     environment.update(_block(settings, role))
+    if role == "engine":
+        _require_sampled_logprobs(settings, environment)
     return environment
 
 
@@ -79,6 +88,16 @@ def require_environment(settings: Settings, role: RoleName, environment: Mapping
         raise ConfigError(
             f"this process was not started with the environment of role {role!r}: {', '.join(wrong)}; start it through "
             "weftmoe.launch, or set them before the process starts"
+        )
+
+
+def _require_sampled_logprobs(settings: Settings, environment: Mapping[str, str]) -> None:
+    """The importance ratio compares probabilities at one temperature; a variable of some shell must not part them."""
+    temperature, found = settings.rollout.sampling.temperature, environment.get(_ORIGINAL_LOGPROB, "")
+    if temperature != 1.0 and found.lower() not in ("", "0", "false"):
+        raise ConfigError(
+            f"{_ORIGINAL_LOGPROB}={found!r}: SGLang would report log-probs at temperature 1 and sample at "
+            f"{temperature:g}, where the trainer's log-probs are, too; unset it"
         )
 
 

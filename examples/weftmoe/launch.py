@@ -16,7 +16,7 @@ import typer
 
 from weftmoe import settings as composed
 from weftmoe.data.prompts import names_a_path
-from weftmoe.env import changed, role_environment
+from weftmoe.env import ROLES, changed, role_environment
 from weftmoe.loop.stop import NOTICE
 from weftmoe.rundir import claim, settings_path
 from weftmoe.schema import Settings
@@ -67,8 +67,10 @@ def launch(
         _check_plan(settings, gpu_memory, ignore=ignore_plan)
     command = torchrun_command(settings, node_rank=node_rank, master=master)
     environment = role_environment(settings, "trainer")
-    for name, (theirs, ours) in changed(settings, "trainer", os.environ).items():
-        print(f"weftmoe: {name}={theirs!r} of this shell gives way to roles.trainer.env: {ours!r}", flush=True)
+    role_environment(settings, "engine")  # refuses now what would be refused where the engine is started
+    for role in ROLES:
+        for name, (theirs, ours) in changed(settings, role, os.environ).items():
+            print(f"weftmoe: {name}={theirs!r} of this shell gives way to roles.{role}.env: {ours!r}", flush=True)
     if dry_run:
         print(" ".join(command))
         return

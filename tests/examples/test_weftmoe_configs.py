@@ -322,6 +322,7 @@ def test_a_directory_is_a_model(tmp_path: Path) -> None:
         ("optimizer.cpu_offload=true", "stages by itself"),
         ("publish.activation_scales=power_of_two", "disagree; set the variable to '0'"),
         ("roles.trainer.env.PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", "cannot be shared by CUDA IPC"),
+        ("roles.trainer.env.PYTORCH_ALLOC_CONF=backend:cudaMallocAsync", "cudaMallocAsync's memory cannot be shared"),
         ("roles.engine.env.A=true", r"roles\.engine\.env\.A"),
     ],
 )

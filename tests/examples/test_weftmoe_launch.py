@@ -175,8 +175,28 @@ def test_a_variable_of_the_shell_gives_way_and_that_is_said(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
-    assert run("fp8", "--dry-run") == 0
-    assert "CUDA_DEVICE_MAX_CONNECTIONS='8' of this shell gives way" in capsys.readouterr().out
+    monkeypatch.setenv("SGLANG_X", "1")
+    assert run("fp8", "--dry-run", "roles.engine.env.SGLANG_X=2") == 0
+    said = capsys.readouterr().out
+    assert "CUDA_DEVICE_MAX_CONNECTIONS='8' of this shell gives way" in said
+    assert "SGLANG_X='1' of this shell gives way to roles.engine.env: '2'" in said
+
+
+@pytest.mark.parametrize("where", ["shell", "settings"])
+def test_an_engine_reports_the_log_probs_that_it_samples_with(
+    where: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang reads a variable as it is imported, and reports log-probs at temperature 1 then. A shell had it set: the
+    trainer divides its logits by the temperature, so every importance ratio was wrong, and nothing said so.
+    """
+    options = ["fp8", "--dry-run", "rollout.sampling.temperature=0.8"]
+    if where == "shell":
+        monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "true")
+    else:
+        options.append("roles.engine.env.SGLANG_RETURN_ORIGINAL_LOGPROB=1")
+    assert run(*options) == 1
+    assert "would report log-probs at temperature 1 and sample at 0.8" in capsys.readouterr().err
+    assert run(*[word for word in options if "temperature" not in word]) == 0, "they are the same at temperature 1"
 
 
 # Environments.

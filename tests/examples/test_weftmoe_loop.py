@@ -33,7 +33,7 @@ from weftmoe.loop.optimizer import learning_rate, optimizer_fields
 from weftmoe.loop.prompts import EncodedPrompt, stop_tokens
 from weftmoe.loop.ranks import Ranks
 from weftmoe.loop.scoring import log_probabilities
-from weftmoe.loop.step import FixedTokens, _minibatches, _over_ranks
+from weftmoe.loop.step import FixedTokens, _minibatches, _over_ranks, train_step
 from weftmoe.loop.trainer import MegatronGrpo
 from weftmoe.loop.weights import megatron_name, tensor_parallel_part
 from weftmoe.reward import Rewarder
@@ -214,6 +214,21 @@ def test_an_engine_without_logprobs_is_named(tmp_path: Path) -> None:
     oracle.generate = lambda requests: [Sample(s.tokens, (), s.finish, s.spans) for s in generate(requests)]  # type: ignore[method-assign]
     with pytest.raises(StateError, match="log-probs"):
         made.collect(1, oracle, Timers(), published=PUBLISHED)
+
+
+def test_an_engine_that_computes_nan_ends_the_run(tmp_path: Path) -> None:
+    """An engine whose weights held NaN gave NaN as log-probs. The correction rejects such tokens, each for itself:
+    every token was rejected, the loss and its gradient were zero, and the run went on for hours without training.
+    """
+    made, oracle, _ = collector(tmp_path, [1])
+    generate = oracle.generate
+    oracle.generate = (
+        lambda requests: [  # type: ignore[method-assign]
+            Sample(s.tokens, (*s.logprobs[:-1], math.nan), s.finish, s.spans) for s in generate(requests)
+        ]
+    )
+    with pytest.raises(StateError, match="completion 1 of 3: the engine gave NaN as the log-prob of token"):
+        made.collect(5, oracle, Timers(), published=PUBLISHED)
 
 
 @pytest.mark.parametrize(
@@ -518,6 +533,28 @@ def test_minibatches_keep_groups_together() -> None:
         assert all(len(group) == 1 for group in groups)
     assert parts == _minibatches(sequences, 2, 3, (1, 2, 0))
     assert parts != _minibatches(sequences, 2, 3, (1, 3, 0)) or parts != _minibatches(sequences, 2, 3, (1, 4, 0))
+
+
+def test_updates_are_counted_and_not_taken_from_the_settings() -> None:
+    """Dynamic sampling may end with fewer groups than a step wants, and then there are fewer minibatches: the log said
+    four updates where three were made.
+    """
+    made: list[list[int]] = []
+
+    class Trainer:
+        def score(self, sequences: Many[Sequence]) -> dict[int, torch.Tensor]:
+            return {s.index: torch.zeros(s.trained) for s in sequences}
+
+        def update(self, sequences: Many[Sequence], old: Any, *, lr: float) -> Any:
+            made.append([s.index for s in sequences])
+            return SimpleNamespace(grad_norm=1.0, sums=())
+
+    chosen = settings("fp8", "muon", "algorithm.prompts=4", "algorithm.completions=3", "algorithm.minibatches=4")
+    sequences = [Sequence(n, (1, 2), 1, (-1.0,)) for n in range(9)]
+    trainer: Any = Trainer()
+    trained = train_step(chosen, trainer, sequences, 1, Ranks(), measure_after=False)
+    assert trained.updates == len(made) == 3
+    assert sorted(index for part in made for index in part) == list(range(9))
 
 
 def test_a_sequence_counts_once_a_pass_whoever_trained_it() -> None:

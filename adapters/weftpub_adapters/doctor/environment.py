@@ -19,8 +19,13 @@ def _not(value: str) -> Callable[[str], bool]:
     return lambda found: found != value
 
 
-def _expandable(found: str) -> bool:
-    return "expandable_segments:true" in found.lower().replace(" ", "")
+def _unshared(found: str) -> bool:
+    words = found.lower().replace(" ", "")
+    return "expandable_segments:true" in words or "backend:cudamallocasync" in words
+
+
+def _on(found: str) -> bool:
+    return found.lower() not in ("", "0", "false")
 
 
 def _mig(found: str) -> bool:
@@ -43,10 +48,11 @@ class _Row:
     fp8: Level | None = None
 
 
-_ALLOCATOR = "unset it: memory of expandable segments cannot be exported to another process by CUDA IPC"
+_NATIVE = "torch's native allocator without expandable segments"
+_ALLOCATOR = "unset it: other memory cannot be exported to another process by CUDA IPC"
 _ROWS = (
-    _Row("PYTORCH_CUDA_ALLOC_CONF", _expandable, "warn", "no expandable segments", _ALLOCATOR),
-    _Row("PYTORCH_ALLOC_CONF", _expandable, "warn", "no expandable segments", _ALLOCATOR),
+    _Row("PYTORCH_CUDA_ALLOC_CONF", _unshared, "warn", _NATIVE, _ALLOCATOR),
+    _Row("PYTORCH_ALLOC_CONF", _unshared, "warn", _NATIVE, _ALLOCATOR),
     _Row("PYTORCH_NO_CUDA_MEMORY_CACHING", _always, "warn", "unset", "unset it: every allocation waits for the GPU"),
     _Row("CUDA_VISIBLE_DEVICES", _mig, "fail", "whole GPUs", "name GPUs, not MIG instances"),
     _Row(
@@ -59,6 +65,13 @@ _ROWS = (
     ),
     _Row("TRITON_INTERPRET", _not("0"), "fail", "unset", "unset it: the interpreter rounds FP8 otherwise than GPUs"),
     _Row("SGLANG_USE_CPU_ENGINE", _not("0"), "fail", "unset", "unset it: SGLang would take other kernels"),
+    _Row(
+        "SGLANG_RETURN_ORIGINAL_LOGPROB",
+        _on,
+        "warn",
+        "unset",
+        "unset it: SGLang would report log-probs at temperature 1, whatever it samples at",
+    ),
     _Row("CUDA_LAUNCH_BLOCKING", _is("1"), "warn", "unset", "unset it: copies and kernels would not overlap"),
     _Row("NCCL_P2P_DISABLE", _is("1"), "warn", "unset", "unset it: GPUs of one host would talk through its memory"),
     _Row("NCCL_SHM_DISABLE", _is("1"), "warn", "unset", "unset it, unless /dev/shm is too small"),

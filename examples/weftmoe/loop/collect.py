@@ -5,6 +5,7 @@ resumed run draws what an unbroken one would have drawn.
 """
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Callable, Container
 from dataclasses import dataclass
@@ -118,8 +119,8 @@ class Collector:
             published: versions that this run has published so far.
 
         Raises:
-            StateError: dynamic sampling found no group whose rewards differ, or it is not known which published
-                version made a token.
+            StateError: dynamic sampling found no group whose rewards differ, it is not known which published version
+                made a token, or a log-probability is NaN.
         """
         algorithm, epoch = self._settings.algorithm, self._sampler.epoch
         dynamic = DynamicSampling(algorithm.dynamic_sampling, algorithm.max_resamples + 1)
@@ -134,7 +135,7 @@ class Collector:
                 return None
             if drawn:
                 found, outcomes = self._round(step, rounds, [self._encoded[p.index] for p in drawn], rollout, timers)
-                _require_versions(found, published)
+                _require_sound(found, published)
                 advance(sum(len(group.samples) for group in found))
                 groups += found
                 verdicts.update(outcomes)
@@ -228,12 +229,20 @@ class Collector:
         )
 
 
-def _require_versions(groups: list[_Group], published: Container[int]) -> None:
-    """StateError for a completion of which it is not known which published versions made it, kept or not."""
+def _require_sound(groups: list[_Group], published: Container[int]) -> None:
+    """StateError for a completion, kept or not, of which it is not known which published versions made it, or that an
+    engine drew from NaN: the correction would reject its tokens one by one, and the run go on without training.
+    """
     for group in groups:
         for number, sample in enumerate(group.samples, 1):
             where = f"prompt {group.encoded.prompt.index}, completion {number} of {len(group.samples)}"
             require_spans(sample, where, published)
+            lost = next((place for place, value in enumerate(sample.logprobs) if math.isnan(value)), None)
+            if lost is not None:
+                raise StateError(
+                    f"{where}: the engine gave NaN as the log-prob of token {lost}; its weights or its cache hold NaN, "
+                    "whatever the publish has proven of its bytes"
+                )
 
 
 def _overlong(length: int, limit: int, window: int) -> float:

@@ -79,7 +79,7 @@ def train_step(
             before.append(update.sums)
             advance(1)
     after = _over_ranks([trainer.compare(sequences)], ranks) if measure_after else None
-    return Trained(_over_ranks(before, ranks), after, norm, rate, parts)
+    return Trained(_over_ranks(before, ranks), after, norm, rate, len(before))
 
 
 def publish_version(trainer: MegatronGrpo, rollout: Rollout, version: int, timers: Timers) -> Published:
@@ -120,7 +120,9 @@ class FixedTokens:
 
 
 def _minibatches(sequences: Many[Sequence], parts: int, group: int, seed: tuple[int, ...]) -> list[list[Sequence]]:
-    """Whole groups, shuffled if there are several parts; each part in batch order."""
+    """Whole groups, shuffled if there are several parts; each part in batch order. Fewer groups than wanted, as dynamic
+    sampling may leave, can make fewer parts.
+    """
     if parts == 1:
         return [list(sequences)]
     groups = [list(sequences[first : first + group]) for first in range(0, len(sequences), group)]

@@ -97,11 +97,15 @@ def faults_of(scheduler: Any, device: torch.device) -> list[str]:
         faults.append(f"SGLang did not apply the plugin's hooks for {', '.join(absent)}; its log says why")
     if "awex" in sys.modules:
         faults.append("AWEX was imported in the worker; plan in the trainer's process")
-    expandable = (name for name in _ALLOCATOR_VARIABLES if "expandable_segments:True" in os.environ.get(name, ""))
-    variable = next(expandable, "")
+    variable = next((name for name in _ALLOCATOR_VARIABLES if _expandable(os.environ.get(name, ""))), "")
     if variable and device.type == "cuda":
         faults.append(f"{variable} sets expandable_segments:True, which the memory saver cannot release; unset it")
     return faults
+
+
+def _expandable(value: str) -> bool:
+    """torch passes over blanks between the parts of this variable, and an error message may have taught them."""
+    return "expandable_segments:true" in value.lower().replace(" ", "")
 
 
 def _is_wrapped(target: str) -> bool:
