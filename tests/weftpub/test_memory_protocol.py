@@ -3,6 +3,7 @@
 import fcntl
 import os
 import signal
+import threading
 from collections.abc import Generator
 from pathlib import Path
 
@@ -337,6 +338,25 @@ def test_what_was_read_before_is_read_again_after_every_change(memory: SharedAll
         assert memory.standing().committed == Committed(version=generation, generation=generation)
     assert len(parsed) == 8  # two changes of the other side each time, its own besides
     other.close()
+
+
+def test_changes_of_two_threads_come_one_after_the_other(memory: SharedAllocation) -> None:
+    """A file's lock belongs to the process. Two of its threads changed the header at once: one change was lost, and the
+    one that had been lost was what this process read from then on."""
+    header = memory._header
+    other = threading.Thread(target=header.tear, args=("the engine's thread says so",))
+
+    def change(now: header_module.Standing) -> header_module.Standing:
+        other.start()
+        other.join(0.3)  # it waits for this change to end
+        return now.model_copy(update={"generation": 7})
+
+    header._change(change, 10.0)
+    other.join(20)
+    found = header_module.Header(os.dup(header.descriptor), "the same header")
+    assert header.read() == found.read()
+    assert (header.read().state, header.read().reason) == (SharedState.TORN, "the engine's thread says so")
+    found.close()
 
 
 def test_a_header_that_is_locked_for_good_is_an_error_in_time(memory: SharedAllocation) -> None:

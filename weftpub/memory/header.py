@@ -18,6 +18,7 @@ import fcntl
 import mmap
 import os
 import struct
+import threading
 import time
 import zlib
 from collections.abc import Callable, Generator
@@ -152,6 +153,7 @@ class Header:
             raise TransportError(f"{name}: not a header of this release of weftpub; both sides must run the same one")
         self.catalogue = Catalogue.from_json(self._map[_CATALOGUE : _CATALOGUE + length], self.nbytes)
         self._last: tuple[bytes, int, Standing] | None = None  # heads of both copies, and what they said
+        self._mine = threading.Lock()  # the file's lock keeps other processes out, not other threads of this one
         # A description of its own: locks of one that was handed over would be everybody's.
         self._lock = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
 
@@ -322,21 +324,28 @@ class Header:
     @contextmanager
     def _locked(self, seconds: float) -> Generator[None]:
         started = time.monotonic()
-        while True:
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() - started > seconds:
-                    raise DeadlineError(
-                        f"{self.name}: its header was locked for {seconds:g} s by another process that maps it; is "
-                        "one of them stopped?"
-                    ) from None
-                time.sleep(_POLL_S)
+        if not self._mine.acquire(timeout=seconds):
+            raise DeadlineError(
+                f"{self.name}: its header was locked for {seconds:g} s by another thread of this process"
+            )
         try:
-            yield
+            while True:
+                try:
+                    fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() - started > seconds:
+                        raise DeadlineError(
+                            f"{self.name}: its header was locked for {seconds:g} s by another process that maps it; is "
+                            "one of them stopped?"
+                        ) from None
+                    time.sleep(_POLL_S)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._lock, fcntl.LOCK_UN)
         finally:
-            fcntl.flock(self._lock, fcntl.LOCK_UN)
+            self._mine.release()
 
     def _newest(self) -> tuple[int, Standing]:
         """Number of the last change, and the state after it. Asked for at every reply of an engine, so it is read again
