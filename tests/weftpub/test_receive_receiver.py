@@ -1,8 +1,10 @@
 """The receiver's state machine, request by request: what it refuses, what tears it, and what opens it again."""
 
 import gc
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ import weftpub.wire.messages as m
 from weftpub.errors import ChecksumError, ManifestError, PlanError, StateError, TornError, TransportError
 from weftpub.plan import ViewSpec, cut_pieces, dtype_name
 from weftpub.receive import Receiver
+from weftpub.receive.reception import Reception
 from weftpub.receive.server import answer_to
 from weftpub.transport import CopyTable, FlatTensors, InProcessSend, RegionTable, narrow_view
 from weftpub.version import EngineState as S
@@ -95,6 +98,15 @@ class Driver:
         for sequence in range(len(self.table.chunks[0])):
             self.chunk(sequence)
 
+    def show(self) -> None:
+        """Everything in one chunk, as from memory that is shown where it is."""
+        sizes = [-(-piece.nbytes // 16) * 16 for piece in self.table.pieces]
+        starts = np.cumsum([0, *sizes]).tolist()
+        buffer = self.send.allocate(starts.pop())
+        CopyTable.compile(self.views, starts).gather(self.flat, [buffer.tensor])
+        layout = listed(list(range(len(starts))), [0] * len(starts), starts)
+        self.chunk(0, offers=(buffer.offer,), layout=layout)
+
     def verify(self, **changes: Any) -> Any:
         return self.ask(m.Verify, **{"version": self.version, "nonce": self.nonce, **changes})
 
@@ -121,6 +133,11 @@ def receiving(driver: Driver) -> Driver:
     driver.ask(m.Pause)
     driver.begin(2)
     return driver
+
+
+delivery = pytest.mark.parametrize(
+    "deliver", [pytest.param(Driver.chunks, id="packed"), pytest.param(Driver.show, id="shown")]
+)
 
 
 def test_a_whole_publish(driver: Driver) -> None:
@@ -350,6 +367,141 @@ def test_a_parameter_that_changed_its_layout_since_the_plan(driver: Driver) -> N
     with pytest.raises(PlanError, match=r"have changed since the plan was checked: model\.norm\.weight"):
         driver.begin(2)
     assert driver.state is S.PAUSED
+
+
+def turned(engine: FakeEngine) -> None:
+    """A weight is transposed where it is, as backends do that repack what was loaded."""
+    parameter = next(p for p in engine.parameters.values() if p.dim() == 3)
+    parameter.data = parameter.data.transpose(1, 2)
+
+
+def cut(engine: FakeEngine) -> None:
+    parameter = engine.parameters["model.norm.weight"]
+    parameter.data = parameter.data[:128]
+
+
+def recast(engine: FakeEngine) -> None:
+    parameter = engine.parameters["model.norm.weight"]
+    parameter.data = parameter.data.view(torch.int32)
+
+
+@pytest.mark.parametrize("change", [turned, cut, recast])
+def test_a_parameter_that_changed_its_layout_where_it_is(driver: Driver, change: Callable[[FakeEngine], None]) -> None:
+    """The same objects at the same addresses were taken for parameters that nobody had touched. Bytes were written by
+    the old layout, behind the end of one that had become smaller, and proven by the old layout too."""
+    driver.publish(2)
+    driver.ask(m.Pause)
+    change(driver.engine)
+    before = driver.engine.served()
+    with pytest.raises(PlanError, match="have changed since the plan was checked"):
+        driver.begin(3)
+    assert driver.state is S.PAUSED
+    assert all(torch.equal(now, before[name]) for name, now in driver.engine.served().items())
+
+
+@delivery
+@pytest.mark.parametrize("change", [turned, cut, recast])
+def test_post_processing_that_changes_a_layout_where_it_is(
+    receiving: Driver, deliver: Callable[[Driver], None], change: Callable[[FakeEngine], None]
+) -> None:
+    """An engine that transposes a weight in place computed with the transposed one: at the same address, its bytes were
+    those that had been sent."""
+    receiving.engine.post_process = lambda: change(receiving.engine)  # type: ignore[method-assign]
+    deliver(receiving)
+    with pytest.raises(PlanError, match="have changed since the plan was checked"):
+        receiving.verify()
+    assert receiving.state is S.TORN
+
+
+def replaced(engine: FakeEngine) -> None:
+    engine.parameters["model.norm.weight"] = torch.nn.Parameter(poisoned((256,), torch.float32), requires_grad=False)
+
+
+def swapped(engine: FakeEngine) -> None:
+    engine.parameters["model.norm.weight"].data = poisoned((256,), torch.float32)
+
+
+@delivery
+@pytest.mark.parametrize(
+    ("change", "error"), [(turned, PlanError), (cut, PlanError), (swapped, ChecksumError), (replaced, ChecksumError)]
+)
+def test_parameters_that_change_between_the_last_chunk_and_verify(
+    receiving: Driver,
+    deliver: Callable[[Driver], None],
+    change: Callable[[FakeEngine], None],
+    error: type[Exception],
+) -> None:
+    """Checksums that had begun behind the last copy were compared, of memory that was not served any more: it came out
+    when the version was committed already, or, for a layout, never."""
+    deliver(receiving)
+    change(receiving.engine)
+    with pytest.raises(error):
+        receiving.verify()
+    assert receiving.state is S.TORN
+
+
+@delivery
+def test_parameters_that_move_between_the_last_chunk_and_verify_are_proven_there(
+    receiving: Driver, deliver: Callable[[Driver], None]
+) -> None:
+    deliver(receiving)
+    for parameter in receiving.engine.parameters.values():
+        parameter.data = parameter.data.clone()
+    receiving.verify(sha256=True)
+    receiving.commit()
+    assert_serves(receiving.engine, 2)
+
+
+def test_memory_that_is_shown_is_post_processed_behind_while_it_is_copied(receiving: Driver) -> None:
+    """What goes wrong there is told when the publisher asks: the bytes have arrived."""
+    receiving.engine.fail_in["post_process"] = "no kernel image"
+    receiving.show()
+    assert receiving.engine.calls.count("post_process") == 1
+    assert receiving.state is S.RECEIVING
+    with pytest.raises(RuntimeError, match="no kernel image"):
+        receiving.verify()
+    assert receiving.engine.calls.count("post_process") == 1
+    assert receiving.state is S.TORN
+    assert "no kernel image" in receiving.engine.fenced
+    receiving.engine.fail_in.clear()
+    receiving.publish(2, nonce="d" * 16)
+    assert_serves(receiving.engine, 2)
+
+
+@delivery
+@pytest.mark.parametrize("end", ["verify", "abort"])
+def test_a_failure_keeps_nothing_of_the_engine(receiving: Driver, deliver: Callable[[Driver], None], end: str) -> None:
+    """The error of an engine's post-processing was kept until verify; its traceback led back to the reception that kept
+    it. Both stayed, and with them the memory of weights that the engine had given up, until garbage was collected;
+    serving engines turn that off."""
+    receiving.engine.fail_in["post_process"] = "no kernel image"
+    fields: dict[str, Any] = {"run_id": "run", "session": "a" * 16, "request": 9}
+    verify, abort = m.Verify(**fields, version=2, nonce="b" * 16), m.Abort(**fields, reason="the trainer failed")
+    gc.collect()
+    gc.disable()
+    try:
+        reception = ref(receiving.receiver._reception)
+        deliver(receiving)
+        answer_to(receiving.receiver, m.encode(verify if end == "verify" else abort))
+        assert reception() is None
+    finally:
+        gc.enable()
+    assert receiving.state is S.TORN
+
+
+@delivery
+def test_memory_that_is_wanted_between_the_last_chunk_and_verify(
+    receiving: Driver, deliver: Callable[[Driver], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waits for the memory goes by the state: it leaves RECEIVING once no device reads the weights any more."""
+    deliver(receiving)
+    waited: list[S] = []
+    end = Reception.end
+    monkeypatch.setattr(Reception, "end", lambda self: (waited.append(receiving.state), end(self)))
+    receiving.engine.holds_memory = receiving.engine.intact = False
+    with pytest.raises(StateError, match="releases the memory"):
+        receiving.verify()
+    assert (waited, receiving.state) == ([S.RECEIVING], S.TORN)
 
 
 def test_an_engine_that_moves_its_weights_after_verification(receiving: Driver) -> None:

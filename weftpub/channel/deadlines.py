@@ -18,8 +18,8 @@ class Deadlines:
         pause: until it has stopped serving; requests in flight may have to drain.
         begin: until its views are bound.
         chunk: until one chunk is copied and released.
-        verify: until it has post-processed and computed all checksums. It post-processes before it answers its last
-            chunk, whose answer may take this much longer.
+        verify: until it has post-processed and computed all checksums. It post-processes before it answers a last
+            chunk that is shown where it is: that answer may take this much longer.
         commit: until it has committed.
         resume: until it serves.
         group: how long one sender rank waits for another.

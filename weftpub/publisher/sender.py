@@ -110,12 +110,13 @@ class Sender:
             lanes = build_lanes(plan, self.rank, index, self.limit)
             replicas = {name: index.add(name, index.views[name]) for name in replicated(plan, self.rank)}
             self._compiled = plan.digest, index, lanes, replicas
+            self._known.clear()  # the buffers were found to hold the views of another index
         index = self._compiled[1]
         known = self._known.get(sources)
         flat = None if known is None else FlatTensors(sources.buffers, index.buffers, known)
         if flat is None or not flat.seen:
             index.check(sources.buffers)
-            flat = FlatTensors(sources.buffers, index.buffers)
+            flat = flat or FlatTensors(sources.buffers, index.buffers)
             self._known[sources] = flat.known
         self._tensors = flat
         self._sources = sources

@@ -62,7 +62,8 @@ class Transfer:
             its byte offset in it. The others are packed.
         pool: staging buffers.
         seconds: deadline of each chunk.
-        after_last: how much longer the answer to a receiver's last chunk may take: it post-processes before.
+        after_last: how much longer the answer to a receiver's last chunk may take if it is shown where it is: the
+            engine post-processes before.
         failed: called when a receiver fails; raises to end the transfer, or returns the links that are to be left out
             from then on.
         drop: see `StagingPool.prepare`.
@@ -181,7 +182,8 @@ class Transfer:
         self.nbytes += parcel.nbytes - mapped
         self.chunks += 1
         if p.following == len(p.parcels):
-            p.deadline.allowed += self._after_last
+            if parcel.shown is not None:
+                p.deadline.allowed += self._after_last
             self._finished(link)
         return True
 

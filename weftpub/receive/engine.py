@@ -81,7 +81,8 @@ class EngineSide(Protocol):
     def post_process(self) -> None:
         """Refresh whatever the engine derives from its weights.
 
-        Called once per publish, after the last byte and before verification.
+        Called once per publish, behind the last byte and before verification. On a GPU the last copies may still be
+        under way on the current stream: whatever reads the weights belongs on that stream.
         """
         ...
 

@@ -7,9 +7,9 @@
     pause      SERVING -> PAUSED
     begin      PAUSED, COMMITTED, TORN -> RECEIVING; the views are made from the live parameters, whose memory is asked
                for once more then: an engine that gives it away looks for a receive first
-    chunk      RECEIVING; open, copy, wait for the copy, let go, answer. The first makes it dirty; behind the copies of
-               the last one the engine post-processes, once, and the device begins checksums of the live views
-    verify     RECEIVING -> VERIFIED; all arrived, post_process ran, the checksums agree
+    chunk      RECEIVING; open, copy, wait for the copy, let go, answer. The first makes it dirty; while the last one is
+               copied, unless it is a staging buffer, the engine post-processes and the device begins checksums
+    verify     RECEIVING -> VERIFIED; all arrived, post_process ran once, checksums of the live views agree
     commit     VERIFIED -> COMMITTED; told by a publisher whose record is on disk
     resume     COMMITTED, PAUSED -> SERVING; TORN if an offload took the weights meanwhile
     abort      RECEIVING -> PAUSED if clean, else TORN; VERIFIED -> TORN; the same when the receiver is closed
@@ -109,6 +109,11 @@ class Receiver:
     def state(self) -> VersionState:
         """Where this rank stands. Read only."""
         return self._state
+
+    @property
+    def session(self) -> str:
+        """Of the publisher that is listened to; "" while none has come in. Read only."""
+        return "" if self._session is None else self._session.session
 
     def handle(self, request: m.Request) -> m.Reply:
         """Carry out one request and answer it. Refusals raise; the caller answers them with `failure`.

@@ -1,6 +1,6 @@
 """One publish on its way into one engine rank: what has arrived, and the copies that put it in place."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -8,7 +8,7 @@ import torch
 from weftpub.errors import ManifestError, StateError
 from weftpub.receive.copies import CopyPlans
 from weftpub.receive.engine import EngineSide
-from weftpub.receive.views import BoundPlan, Checksums, ReceiveViews
+from weftpub.receive.views import BoundPlan, Computing, ReceiveViews
 from weftpub.transport import ReceiveTransport, TransportKind, enqueued, settle, wait_for_devices
 from weftpub.transport.tensors import Known
 from weftpub.wire.manifest import leaf_hash, manifest_digest, unpack_checksums
@@ -46,7 +46,8 @@ class Reception:
         self._received = np.zeros(len(plans.table.pieces), dtype=np.bool_)
         self._next: dict[int, int] = {}
         self._views: ReceiveViews = bound.bind(plans, engine.live_tensors())
-        self._compare: Callable[[Checksums], None] | None = None
+        self._processed = False
+        self._begun: Computing | None = None
         self._fault: Exception | None = None
         settle(self._views.devices)
 
@@ -64,8 +65,9 @@ class Reception:
             )
 
     def take(self, chunk: ChunkMessage, transports: Mapping[TransportKind, ReceiveTransport]) -> None:
-        """Copy a chunk into the live parameters; on return the copy is done and the sender's memory let go of. The last
-        one is followed by the engine's post-processing and, on the device, by the checksums that `verify` compares.
+        """Copy a chunk into the live parameters; on return the copy is done and the sender's memory let go of. If the
+        last one is memory that is shown where it is, the engine's post-processing and, on the device, the checksums
+        that `verify` compares follow while it is copied. A staging buffer goes back first: other receivers wait for it.
 
         Raises:
             ManifestError: the chunk is out of turn, or brings a piece again. Nothing was written.
@@ -97,8 +99,8 @@ class Reception:
             copied = enqueued(self._views.devices)
             self._received[pieces] = True
             self._next[chunk.sender] = due + 1
-            if self._received.all():
-                self._begin_to_verify()
+            if self._received.all() and self._plans.regions.nbytes[pieces].sum() > self._plans.table.limit:
+                self._begin_to_verify()  # no staging buffer is as large: nobody else waits for this memory
             for event in copied:
                 event.synchronize()
         finally:
@@ -113,27 +115,29 @@ class Reception:
             sha256 of every piece if asked for.
 
         Raises:
-            ManifestError: pieces are missing. ChecksumError: bytes differ.
+            ManifestError: pieces are missing. ChecksumError: bytes differ. PlanError: a parameter has another layout.
+            Exception: what the engine raised when it post-processed.
         """
         self._plans.require_all(self._received)
-        if self._compare is None and self._fault is None:  # nothing had to arrive
+        if not self._processed:
             self._begin_to_verify()
         if self._fault is not None:
             raise self._fault
-        assert self._compare is not None, "verification has begun, or failed to"
-        self._compare(self._expected)
+        self._views.verify(self._engine.live_tensors(), self._begun, self._expected)
         return self._views.sha256() if sha256 else ()
 
     def end(self) -> None:
         """Return when nothing of this publish touches the engine's memory any more, which may then go."""
+        self._fault = None  # whose traceback leads back here: together they would hold the memory
         wait_for_devices(self._views.devices)
 
     def _begin_to_verify(self) -> None:
         """Post-process, and begin to compute checksums, while the last copy is under way. What goes wrong is told when
         the publisher asks."""
+        self._processed = True
         try:
             self._engine.post_process()
-            self._compare = self._views.begin_to_verify(self._engine.live_tensors())
+            self._begun = self._views.begin_to_verify()
         except Exception as error:
             self._fault = error
 

@@ -22,6 +22,7 @@ from weftpub.wire.description import EngineDescription, parameter_specs
 __all__ = ["BoundPlan", "ReceiveViews"]
 
 type Checksums = np.ndarray[tuple[int], np.dtype[np.uint64]]
+type Computing = Callable[[], Checksums]
 
 
 class BoundPlan:
@@ -57,7 +58,7 @@ class BoundPlan:
         check_views(part.destinations, description.layout(), description.exempt)
         self._expected = {s.name: (s.shape, s.stride, torch_dtype(s.dtype)) for s in self.layout.values()}
         self.names = tuple(dict.fromkeys(destination.view.param for destination in part.destinations))
-        self.known: Known | None = None  # of parameters that fitted
+        self.known: Known | None = None  # of parameters that fitted, whose layouts are those that were checked
 
     def bind(self, plans: CopyPlans, live: Mapping[str, torch.Tensor]) -> "ReceiveViews":
         """Views for one publish; PlanError lists the parameters whose layout is no longer the one that was checked."""
@@ -91,7 +92,7 @@ class ReceiveViews:
         if not all(name in live for name in bound.names):
             bound.require_fit(live)
         self._flat = FlatTensors(live, bound.names, bound.known)
-        if not self._flat.seen:  # the same tensors at the same addresses are looked at before they are served
+        if not self._flat.seen:
             bound.require_fit(live)
         bound.known = self._flat.known
         self._live = {name: live[name] for name in bound.names}
@@ -119,18 +120,29 @@ class ReceiveViews:
                 "it is committed"
             )
 
-    def begin_to_verify(self, live: Mapping[str, torch.Tensor]) -> Callable[[Checksums], None]:
-        """Begin to compute every piece's checksum from the tensors that the engine will serve, wherever post-processing
-        has put them. What is returned waits for them, and compares them with those that were announced.
+    def begin_to_verify(self) -> "Computing | None":
+        """Begin to compute every piece's checksum, unless parameters have moved."""
+        return None if self._flat.moved(self._live) else self._compute()
+
+    def verify(self, live: Mapping[str, torch.Tensor], begun: "Computing | None", expected: Checksums) -> None:
+        """Compare every piece's checksum with the one that was announced, in the tensors that the engine will serve,
+        wherever post-processing has put them.
+
+        Args:
+            begun: from `begin_to_verify`; while its device computes, the tensors are looked at.
 
         Raises:
-            ChecksumError: when called: bytes differ; names the tensors.
-            PlanError: post-processing gave a parameter another layout.
+            ChecksumError: bytes differ; names the tensors.
+            PlanError: a parameter has another layout now.
         """
-        if not self._unchanged(live):
-            self._flat = self._bound.bind(self._plans, live)._flat
-        computed = self._plans.regions.begin_checksums(self._flat, self._plans.table.limit)
-        return lambda expected: self._compare(computed(), expected)
+        now = self._bound.bind(self._plans, live)
+        if begun is None or now.known is not self.known:
+            self._flat, self._live = now._flat, now._live
+            begun = self._compute()
+        self._compare(begun(), expected)
+
+    def _compute(self) -> "Computing":
+        return self._plans.regions.begin_checksums(self._flat, self._plans.table.limit)
 
     def _compare(self, found: Checksums, expected: Checksums) -> None:
         wrong = np.flatnonzero(found != expected)
@@ -142,12 +154,6 @@ class ReceiveViews:
             raise ChecksumError(
                 f"{len(wrong)} of {len(found)} pieces differ from what was sent: {listing(names, 4)}; publish again"
             )
-
-    def _unchanged(self, live: Mapping[str, torch.Tensor]) -> bool:
-        """Whether every parameter has the address and layout that these views have. They hold its memory, so at the
-        same address it is the same memory."""
-        fits = self._bound.fits
-        return not self._flat.moved(live) and all(fits(name, live[name]) for name in self._bound.names)
 
     def sha256(self) -> tuple[str, ...]:
         """sha256 of every piece as it lies in the live parameters."""

@@ -192,6 +192,9 @@ class RegionTable:
 
     Args:
         views: the regions.
+
+    Attributes:
+        nbytes: of each region.
     """
 
     def __init__(self, views: Iterable[ViewSpec]) -> None:
@@ -199,7 +202,7 @@ class RegionTable:
         names: dict[str, int] = {}
         self._tensor = np.array([names.setdefault(v.param, len(names)) for v in self._views], dtype=np.int64)
         self._names = tuple(names)
-        self._nbytes = np.array(
+        self.nbytes = np.array(
             [math.prod(v.shape) * torch_dtype(v.dtype).itemsize for v in self._views], dtype=np.int64
         )
         offsets = [dense_offset(view) for view in self._views]
@@ -264,7 +267,7 @@ class RegionTable:
 
     def _locate(self, places: Places, numbers: Integers) -> "_Spans":
         """Where regions are, device by device; TransportError if one does not lie inside its tensor."""
-        owner, offset, nbytes = self._tensor[numbers], self._offset[numbers], self._nbytes[numbers]
+        owner, offset, nbytes = self._tensor[numbers], self._offset[numbers], self.nbytes[numbers]
         outside = np.flatnonzero((offset + nbytes > places.reaches[owner]) | (offset < 0))
         if len(outside):
             first = outside[0]
@@ -285,7 +288,7 @@ class RegionTable:
         batches: dict[torch.device, tuple[list[int], list[torch.Tensor]]] = {}
         used = 0
         for number in numbers:
-            nbytes = int(self._nbytes[number])
+            nbytes = int(self.nbytes[number])
             if used and used + nbytes > scratch_bytes:
                 _finish(batches, result)
                 used = 0
@@ -300,7 +303,7 @@ class RegionTable:
         """sha256 of the regions' bytes in row-major order, in hex; copies each to the host, one after the other."""
         digests: list[str] = []
         for view, dense, offset, nbytes in zip(
-            self._views, self._dense.tolist(), self._offset.tolist(), self._nbytes.tolist(), strict=True
+            self._views, self._dense.tolist(), self._offset.tolist(), self.nbytes.tolist(), strict=True
         ):
             part = tensors.run(view.param, offset, nbytes) if dense else tensors.box(view).contiguous()
             digests.append(hashlib.sha256(part.cpu().reshape(-1).view(torch.uint8).numpy()).hexdigest())

@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from weakref import ReferenceType, ref
 
 import numpy as np
 import torch
@@ -136,29 +135,46 @@ class Places:
 
 @dataclass(frozen=True, eq=False)
 class Known:
-    """What was found out about tensors by name, for as long as they stay the same objects at the same addresses. Holds
-    neither them nor their memory.
+    """What was found out about tensors by name, for as long as tensors of the same layouts lie at the same addresses.
+    Holds neither them nor their memory.
 
     Attributes:
-        tensors: references to them, in the order of `names`.
-        pointers: their addresses.
-        starts: byte offset of each in its storage.
+        pointers: addresses, in the order of `names`.
+        shapes, strides, dtypes: layouts.
+        starts: offset of each in its storage, in elements.
+        rooms: bytes of the storages.
         whole: where all of them are.
         places: where some of them are.
     """
 
     names: tuple[str, ...]
-    tensors: "tuple[ReferenceType[torch.Tensor], ...]"
     pointers: list[int]
+    shapes: list[torch.Size]
+    strides: list[tuple[int, ...]]
+    dtypes: list[torch.dtype]
     starts: list[int]
+    rooms: list[int]
     whole: Places
     places: dict[tuple[str, ...], Places]
 
-    def are(self, names: tuple[str, ...], tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether these are the tensors, wherever they lie now."""
-        if names != self.names:
-            return False
-        return all(known() is tensor for known, tensor in zip(self.tensors, tensors, strict=True))
+    def are(
+        self,
+        names: tuple[str, ...],
+        tensors: Sequence[torch.Tensor],
+        storages: Sequence[torch.UntypedStorage],
+        pointers: list[int],
+    ) -> bool:
+        """Whether all of this is true of these tensors, with these storages and addresses. An address says nothing by
+        itself: an allocator gives it away again, and a tensor's `.data` can get another layout where it is."""
+        return (
+            pointers == self.pointers
+            and names == self.names
+            and [tensor.dtype for tensor in tensors] == self.dtypes
+            and [tensor.shape for tensor in tensors] == self.shapes
+            and list(map(torch.Tensor.stride, tensors)) == self.strides
+            and list(map(torch.Tensor.storage_offset, tensors)) == self.starts
+            and list(map(torch.UntypedStorage.nbytes, storages)) == self.rooms
+        )
 
     def moved(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
         """Names whose tensor is gone or starts at another address."""
@@ -178,12 +194,12 @@ class FlatTensors:
     Args:
         tensors: the live tensors.
         names: those that are used; PlanError if one is missing, released, or on no CPU or GPU.
-        known: of an earlier one: there are hundreds of tensors, mostly the same ones, and an engine waits while they
+        known: of an earlier one: there are hundreds of tensors, mostly where they were, and an engine waits while they
             are looked at.
 
     Attributes:
         known: for a later one.
-        seen: whether `known` was given and holds: the same tensors at the same addresses.
+        seen: whether `known` was given and holds.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], names: Iterable[str], known: "Known | None" = None) -> None:
@@ -194,36 +210,39 @@ class FlatTensors:
             raise PlanError(
                 f"{error.args[0]}: the plan uses this tensor, which is not there any more; describe and plan again"
             ) from None
-        same = known is not None and known.are(names, found)
-        if not same:
-            _require_dense(names, found)
-        # They hold the memory, whatever becomes of a tensor's `.data`.
-        self._storages = [tensor.untyped_storage() for tensor in found]
-        pointers = [tensor.data_ptr() for tensor in found]
-        self.seen = known is not None and same and pointers == known.pointers
+        try:
+            # They hold the memory, whatever becomes of a tensor's `.data`.
+            self._storages = [tensor.untyped_storage() for tensor in found]
+            pointers = list(map(torch.Tensor.data_ptr, found))
+        except RuntimeError:
+            _require_dense(names, found)  # others have no storage
+            raise
+        self.seen = known is not None and known.are(names, found, self._storages, pointers)
         self.known = known if known is not None and self.seen else self._look_at(names, found, pointers)
         self._bytes: dict[str, torch.Tensor] = {}
 
     def _look_at(self, names: tuple[str, ...], tensors: Sequence[torch.Tensor], pointers: list[int]) -> Known:
-        starts: list[int] = []
+        _require_dense(names, tensors)
+        rooms = [storage.nbytes() for storage in self._storages]
+        starts = [int(tensor.storage_offset()) for tensor in tensors]
         reaches: list[int] = []
-        for name, tensor, storage in zip(names, tensors, self._storages, strict=True):
+        for name, tensor, start, room in zip(names, tensors, starts, rooms, strict=True):
             reach = tensor.nbytes if tensor.is_contiguous() else _reach(tensor)
-            start = int(tensor.storage_offset()) * tensor.element_size()
-            if reach and start + reach > storage.nbytes():
+            if reach and start * tensor.element_size() + reach > room:
                 # torch would quietly put new memory of undefined content behind it.
                 raise PlanError(
                     f"{name}: {tensor.dtype} {list(tensor.shape)} has no memory behind it, it was released; "
                     "bring it back (reload the store, or resume the engine's weights) before the publish"
                 )
-            starts.append(start)
             reaches.append(reach)
         whole = Places(
             np.array(pointers, dtype=np.int64),
             np.array(reaches, dtype=np.int64),
             tuple(tensor.device for tensor in tensors),
         )
-        return Known(names, tuple(map(ref, tensors)), pointers, starts, whole, {names: whole})
+        shapes, strides = [tensor.shape for tensor in tensors], [tensor.stride() for tensor in tensors]
+        dtypes = [tensor.dtype for tensor in tensors]
+        return Known(names, pointers, shapes, strides, dtypes, starts, rooms, whole, {names: whole})
 
     @cached_property
     def devices(self) -> tuple[torch.device, ...]:
@@ -262,7 +281,7 @@ class FlatTensors:
         number, bits = self._index[view.param], bits_dtype(view.dtype)
         whole = torch.empty(0, dtype=bits, device=self.known.whole.devices[number])
         whole.set_(self._storages[number], 0, (0,), (1,))
-        return whole.as_strided(view.shape, view.stride, self.known.starts[number] // bits.itemsize + view.offset)
+        return whole.as_strided(view.shape, view.stride, self._start(number) // bits.itemsize + view.offset)
 
     @cached_property
     def _index(self) -> dict[str, int]:
@@ -273,9 +292,13 @@ class FlatTensors:
         if flat is None:
             number, whole = self._index[name], self.known.whole
             flat = torch.empty(0, dtype=torch.uint8, device=whole.devices[number])
-            flat.set_(self._storages[number], self.known.starts[number], (int(whole.reaches[number]),), (1,))
+            flat.set_(self._storages[number], self._start(number), (int(whole.reaches[number]),), (1,))
             self._bytes[name] = flat
         return flat
+
+    def _start(self, number: int) -> int:
+        """Byte offset of a tensor in its storage."""
+        return self.known.starts[number] * self.known.dtypes[number].itemsize
 
 
 def _require_dense(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:

@@ -3,6 +3,7 @@ allow.
 """
 
 import hashlib
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -138,3 +139,48 @@ def test_tensors_without_memory_are_refused() -> None:
     for other in (torch.ones(4, 4, device="meta"), torch.eye(4).to_sparse()):
         with pytest.raises(PlanError, match=r"a: .* expected a dense tensor on a CPU or GPU"):
             FlatTensors({"a": other}, ["a"])
+
+
+class TestWhatIsKnown:
+    """What was found out about tensors holds for others of the same layout at the same address, and for no others."""
+
+    MEMORY = bytearray(range(64))
+
+    def at(self, offset: int, count: int, start: int = 0) -> torch.Tensor:
+        """Bytes from `offset + start` on, of a storage that begins at `offset`."""
+        return torch.frombuffer(self.MEMORY, dtype=torch.uint8, offset=offset, count=count)[start:]
+
+    def test_new_tensors_where_others_were(self) -> None:
+        """Engines give out their parameters' `.data`, another object every time."""
+        first = FlatTensors({"a": self.at(8, 16)}, ["a"])
+        again = FlatTensors({"a": self.at(8, 16)}, ["a"], first.known)
+        assert not first.seen
+        assert again.seen
+        assert again.known is first.known
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            pytest.param(lambda t: t.at(8, 16).view(4, 4), id="shape"),
+            pytest.param(lambda t: t.at(8, 16)[:8], id="shorter"),
+            pytest.param(lambda t: t.at(8, 32)[::2], id="stride"),
+            pytest.param(lambda t: t.at(8, 16).view(torch.int8), id="dtype"),
+            pytest.param(lambda t: t.at(0, 24, 8), id="start"),
+            pytest.param(lambda t: t.at(8, 24)[:16], id="storage"),
+            pytest.param(lambda t: t.at(9, 16), id="address"),
+        ],
+    )
+    def test_others_are_looked_at(self, other: Callable[["TestWhatIsKnown"], torch.Tensor]) -> None:
+        known = FlatTensors({"a": self.at(8, 16)}, ["a"]).known
+        tensor = other(self)
+        flat = FlatTensors({"a": tensor}, ["a"], known)
+        assert not flat.seen
+        view = ViewSpec("a", 0, tuple(tensor.shape), tensor.stride(), str(tensor.dtype).removeprefix("torch."))
+        assert torch.equal(flat.box(view).view(torch.uint8), tensor.view(torch.uint8))
+        assert flat.run("a", 0, 1).item() == tensor.view(torch.uint8).reshape(-1)[0]
+
+    def test_no_memory_at_all(self) -> None:
+        known = FlatTensors({"a": self.at(8, 16)}, ["a"]).known
+        for tensor in (torch.eye(4).to_sparse(), torch.empty(16, dtype=torch.uint8, device="meta")):
+            with pytest.raises(PlanError, match="expected a dense tensor on a CPU or GPU"):
+                FlatTensors({"a": tensor}, ["a"], known)
