@@ -128,7 +128,7 @@ def test_a_run_that_was_to_share_memory_does_not_copy_silently(monkeypatch: pyte
     """Both sides only warn when they cannot share: the run went on with twice the memory that was planned."""
     made: Any = object.__new__(module._Run)
     made._progress, made._timers = SimpleNamespace(stage=lambda text: None), Timers()
-    made._rollout, made._trainer = SimpleNamespace(connect=lambda plan: None), SimpleNamespace(plan=None)
+    made._rollout, made._trainer = SimpleNamespace(connect=lambda *_: None), SimpleNamespace(plan=None)
     made._trainer.expert_bytes = 100
     made._ranks = SimpleNamespace(gather=lambda mine: [mine, 100], broadcast=lambda value: value)
     made._state, made._shared = LoopState(0, {}, Counters(), {}), "/run/weft"

@@ -39,6 +39,7 @@ def make_rollout(
                 publish_s=settings.publish.deadline,
                 verify_sha256=settings.publish.verify_sha256,
                 staging_bytes=settings.publish.staging_mib << 20,
+                bucket_bytes=settings.publish.bucket_mib << 20,
                 shared=shared,
             )
         )

@@ -50,6 +50,7 @@ from weftmoe.telemetry import (
     turn_lengths,
 )
 from weftpub.errors import ConfigError, StateError, WeftpubError
+from weftpub.plan import Shard
 
 __all__ = ["RunResult", "run"]
 
@@ -219,7 +220,7 @@ class _Run:
 
     def _connect(self) -> None:
         self._progress.stage("planning")
-        self._rollout.connect(self._trainer.plan)
+        self._rollout.connect(self._trainer.plan, self._shards)
         self._progress.stage(f"publishing version {self._state.step}")
         published = publish_version(self._trainer, self._rollout, self._state.step, self._timers)
         if self._shared is not None:
@@ -230,6 +231,13 @@ class _Run:
                     f"publish.experts='shared': {in_place} of the experts' {held} bytes lie in memory that trainer and "
                     "engine both map, the others were copied; the warnings of both say why. Set publish.experts='copy'"
                 )
+
+    def _shards(self) -> tuple[Shard, ...]:
+        """What every rank of the trainer holds of each canonical tensor; collective."""
+        from weftpub_adapters.awex import trainer_shards
+
+        trainer = self._trainer
+        return trainer_shards(trainer.model, trainer.attachment.store, trainer.hf_config).shards
 
     def _make_collector(self, stack: ExitStack) -> Collector:
         settings, data = self._settings, self._inputs.prompts

@@ -17,6 +17,7 @@ import torch
 
 from weftmoe.telemetry.record import ByteCheck
 from weftpub.errors import StateError
+from weftpub.plan import Shard
 from weftpub.publisher import SourceBuffers
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Request",
     "Rollout",
     "Sample",
+    "ShardsFor",
     "Span",
     "Tensors",
     "plain_tensors",
@@ -34,6 +36,8 @@ __all__ = [
 type Tensors = Mapping[str, torch.Tensor] | SourceBuffers
 # From what the engine's ranks say about themselves to a plan; collective over the trainer's ranks.
 PlanFor = Callable[[Sequence[Any]], Any]
+# To what all of the trainer's ranks hold; collective over them.
+ShardsFor = Callable[[], Sequence[Shard]]
 
 
 @dataclass(frozen=True)
@@ -108,8 +112,13 @@ class Rollout(Protocol):
         """Start the engine's processes; returns when it can be drained. It serves nothing before a first publish."""
         ...
 
-    def connect(self, plan_for: PlanFor) -> None:
-        """Let the engine receive: needed once, after the trainer's weights exist and before the first publish."""
+    def connect(self, plan_for: PlanFor, shards_for: ShardsFor) -> None:
+        """Let the engine receive: needed once, after the trainer's weights exist and before the first publish.
+
+        Args:
+            plan_for: for an engine that weftpub publishes to.
+            shards_for: for one that takes whole tensors.
+        """
         ...
 
     def generate(self, requests: Sequence[Request]) -> list[Sample]:

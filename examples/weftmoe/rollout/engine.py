@@ -1,16 +1,18 @@
 """An SGLang engine of this process that also takes weights by SGLang's own update, which the baseline uses."""
 
+import base64
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from weftmoe.rollout.gather import Bucket
 from weftpub.errors import ChannelError
 from weftpub_adapters.sglang.driver import LocalEngine
 
-__all__ = ["UpdatableEngine", "process_environment"]
+__all__ = ["UpdatableEngine", "process_environment", "serialized_bucket"]
 
 
 class UpdatableEngine(LocalEngine):
@@ -24,10 +26,39 @@ class UpdatableEngine(LocalEngine):
             bucket: most bytes of one message.
             seconds: for each message.
         """
-        self._session("begin_weight_update", "BeginWeightUpdateReqInput", seconds)
+        self.begin_update(seconds)
         for part in _buckets(tensors, bucket):
-            self._expect(self._call(self._load(part), "native weight update", seconds), "native weight update")
+            self._update(self._load(part), seconds)
+        self.end_update(seconds)
+
+    def begin_update(self, seconds: float) -> None:
+        """Announce buckets."""
+        self._session("begin_weight_update", "BeginWeightUpdateReqInput", seconds)
+
+    def load_bucket(self, payloads: Sequence[str], seconds: float) -> None:
+        """Load one bucket of whole tensors.
+
+        Args:
+            payloads: of `serialized_bucket`, one for each of the engine's workers, in their order: each reads its own.
+            seconds: for all of them to have read it.
+
+        Raises:
+            ChannelError: as many workers there are not, or one refused.
+        """
+        workers = int(self._manager.server_args.tp_size)
+        if len(payloads) != workers:
+            raise ChannelError(
+                f"{self.where}: {len(payloads)} ranks have packed a bucket, and the engine has {workers} workers; make "
+                "rollout.tensor the number of trainer ranks"
+            )
+        self._update(self._send_update([base64.b64decode(one) for one in payloads], "flattened_bucket"), seconds)
+
+    def end_update(self, seconds: float) -> None:
+        """All buckets are there."""
         self._session("end_weight_update", "EndWeightUpdateReqInput", seconds)
+
+    def _update(self, call: Coroutine[Any, Any, tuple[Any, ...]], seconds: float) -> None:
+        self._expect(self._call(call, "native weight update", seconds), "native weight update")
 
     def _session(self, call: str, kind: str, seconds: float) -> None:
         from sglang.srt.managers import io_struct
@@ -40,16 +71,45 @@ class UpdatableEngine(LocalEngine):
             raise ChannelError(f"{self.where}: {call} failed: {answer[1]}")
 
     async def _load(self, part: list[tuple[str, torch.Tensor]]) -> tuple[Any, ...]:
-        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
 
         ranks = int(self._manager.server_args.tp_size)
+        return await self._send_update([MultiprocessingSerializer.serialize(part) for _ in range(ranks)], None)
+
+    async def _send_update(self, payloads: list[bytes], load_format: str | None) -> tuple[Any, ...]:
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+
         request = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[MultiprocessingSerializer.serialize(part) for _ in range(ranks)],
-            flush_cache=False,
+            serialized_named_tensors=payloads, load_format=load_format, flush_cache=False
         )
         answer: tuple[Any, ...] = await self._manager.update_weights_from_tensor(request, None)
         return answer
+
+
+def serialized_bucket(bucket: Bucket, buffer: torch.Tensor) -> str:
+    """A bucket as SGLang's workers read it: a handle of its memory, and where each tensor lies in it; in base64.
+
+    The worker on the buffer's GPU has to read it, once: then the memory can be let go of, which torch keeps until it
+    was.
+    """
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
+
+    monkey_patch_torch_reductions()  # a GPU is named by its UUID: each process counts those that it sees
+    metadata = [
+        FlattenedTensorMetadata(
+            name=whole.name,
+            shape=torch.Size(whole.shape),
+            dtype=whole.dtype,
+            start_idx=whole.start,
+            end_idx=whole.start + whole.nbytes,
+            numel=whole.nbytes,
+        )
+        for whole in bucket.tensors
+    ]
+    payload = MultiprocessingSerializer.serialize({"flattened_tensor": buffer, "metadata": metadata})
+    return base64.b64encode(payload).decode("ascii")
 
 
 @contextmanager

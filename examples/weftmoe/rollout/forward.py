@@ -5,6 +5,7 @@ through SGLang's own `block_quant_dequant` where they are FP8. Arithmetic is FP3
 Formulas are those of `transformers.models.qwen3_moe`, with which a test compares them.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +14,12 @@ import torch.nn.functional as F
 
 from weftpub.errors import ConfigError
 
-__all__ = ["Cache", "Decoder"]
+__all__ = ["Cache", "Decoder", "dequantized", "live_tensor", "rotate"]
 
 _BLOCK = [128, 128]
+# Parts of SGLang's fused parameters: which of a layer's, and which part in their order.
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+_EXPERT_PARTS = {"gate_proj": ("w13_weight", 0), "up_proj": ("w13_weight", 1), "down_proj": ("w2_weight", None)}
 
 
 @dataclass(frozen=True)
@@ -47,12 +51,16 @@ class Decoder:
 
     `refresh` reads the live parameters and must be called after every publish; `drop` forgets what was read.
 
+    Args:
+        served: holds the model.
+        sizes: the part of its config.json that speaks of the language model; by default all of it.
+
     Raises:
         ConfigError: the model is split over ranks.
     """
 
-    def __init__(self, served: Any) -> None:
-        config = served.hf_config
+    def __init__(self, served: Any, sizes: Mapping[str, Any] | None = None) -> None:
+        config = served.hf_config if sizes is None else sizes
         if served.parallel.tp_size != 1:
             raise ConfigError(
                 f"the torch sampler computes whole models, this one is split over {served.parallel.tp_size} ranks; set "
@@ -137,8 +145,8 @@ class Decoder:
             before_attention=layer.input_layernorm.weight.data.float(),
             before_experts=layer.post_attention_layernorm.weight.data.float(),
             router=block.gate.weight.data.float(),
-            fc1=_dequantized(block.experts, "w13"),
-            fc2=_dequantized(block.experts, "w2"),
+            fc1=dequantized(block.experts, "w13"),
+            fc2=dequantized(block.experts, "w2"),
         )
 
     def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -158,7 +166,7 @@ class Decoder:
             part.unflatten(-1, (-1, self._dim)).transpose(1, 2) for part in F.linear(x, layer.qkv).split(sizes, dim=-1)
         )
         q, k = self._rms(q, layer.q_norm), self._rms(k, layer.k_norm)
-        return _rotate(q, cosine, sine), _rotate(k, cosine, sine), v
+        return rotate(q, cosine, sine), rotate(k, cosine, sine), v
 
     def _attend(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
         share = self._heads // self._kv_heads
@@ -180,12 +188,46 @@ class Decoder:
         return result
 
 
-def _rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+def live_tensor(model: Any, config: Mapping[str, Any], name: str) -> torch.Tensor:
+    """Where a Hugging Face tensor of a whole BF16 model lies in SGLang's parameters, which join several of them.
+
+    Args:
+        model: SGLang's, of one rank.
+        config: its config.json.
+        name: such as ``model.layers.0.mlp.experts.3.up_proj.weight``.
+
+    Raises:
+        ConfigError: there is no such place.
+    """
+    live = dict(model.named_parameters())
+    before, _, rest = name.partition(".mlp.experts.")
+    parent, _, last = name.removesuffix(".weight").rpartition(".")
+    if rest:
+        expert, projection, _ = rest.split(".")
+        parameter, half = _EXPERT_PARTS[projection]
+        matrix = live[f"{before}.mlp.experts.{parameter}"].data[int(expert)]
+        return matrix if half is None else matrix.chunk(2)[half]
+    if last in _PROJECTIONS:
+        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        dim = config.get("head_dim") or config["hidden_size"] // heads
+        parts = live[f"{parent}.qkv_proj.weight"].data.split([heads * dim, kv_heads * dim, kv_heads * dim])
+        return parts[_PROJECTIONS.index(last)]
+    if name not in live:
+        raise ConfigError(
+            f"{name}: this model has no parameter of that name, and none that it is known to be a part of"
+        )
+    tensor = live[name].data
+    # Rows of the vocabulary are padded.
+    return tensor[: config["vocab_size"]] if last in ("embed_tokens", "lm_head") else tensor
+
+
+def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding: the first half of the elements is rotated against the second."""
     low, high = x.chunk(2, dim=-1)
     return x * cosine + torch.cat((-high, low), dim=-1) * sine
 
 
-def _dequantized(experts: Any, name: str) -> torch.Tensor:
+def dequantized(experts: Any, name: str) -> torch.Tensor:
     """All experts' weights in FP32; FP8 ones as SGLang dequantizes them, which rounds to BF16."""
     weight = getattr(experts, f"{name}_weight").data
     if weight.dtype == torch.float8_e4m3fn:

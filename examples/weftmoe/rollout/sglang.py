@@ -2,14 +2,16 @@
 
 Rank 0 starts it, sends requests and makes the control calls; every rank publishes its own tensors. With weftpub the
 engine starts without weights, and serves nothing before the first publish. The native path (baseline) starts it from
-the checkpoint and uses SGLang's own update from tensors.
+the checkpoint and uses SGLang's own update from tensors: with several ranks each gathers whole tensors on its GPU
+(`weftmoe.rollout.gather`), where the engine's worker of the same number reads them.
 """
 
 import json
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +19,17 @@ import torch
 
 from weftmoe.env import role_environment
 from weftmoe.loop.ranks import Ranks
-from weftmoe.rollout.base import PlanFor, Published, Request, Sample, Span, Tensors, plain_tensors
+from weftmoe.rollout.base import PlanFor, Published, Request, Sample, ShardsFor, Span, Tensors, plain_tensors
 from weftmoe.rollout.checks import byte_check
-from weftmoe.rollout.engine import UpdatableEngine, process_environment
+from weftmoe.rollout.engine import UpdatableEngine, process_environment, serialized_bucket
+from weftmoe.rollout.gather import BucketGather, make_buckets
+from weftmoe.rollout.served_config import served_config
 from weftmoe.schema import Settings
 from weftmoe.telemetry.record import ByteCheck
 from weftpub.channel import Deadlines
 from weftpub.errors import ConfigError, StateError
 from weftpub.publisher import Publisher, RankGroup, SoloGroup, TorchGroup
+from weftpub.publisher.agreement import agree
 from weftpub_adapters.sglang import quantization_config
 from weftpub_adapters.sglang.driver import ColocatedEngine, DriverDeadlines, free_bytes
 from weftpub_adapters.sglang.shared_experts import SETTING as SHARED_SETTING
@@ -71,6 +76,8 @@ class SglangRollout:
         self._handle: UpdatableEngine | None = None
         self._engine: ColocatedEngine | None = None
         self._publisher: Publisher | None = None
+        self._gather: BucketGather | None = None
+        self._rounds = count()
         self._descriptions: list[Any] = []
         self._away = False
         self._version = -1
@@ -100,17 +107,24 @@ class SglangRollout:
             with process_environment(role_environment(self._settings, "engine")):
                 self._handle = UpdatableEngine.start(name=_ENGINE, deadlines=self._deadlines(), **arguments)
             self._stack.callback(self._handle.shutdown)
-        if not self._native:
+        if self._native:
+            self._ranks.broadcast(None)  # the others wait for the engine here, however long it takes
+        else:
             self._start_publisher()
         self.drain()
         if self._publisher is not None:
             self._descriptions = self._publisher.describe()
         self.release()
 
-    def connect(self, plan_for: PlanFor) -> None:
-        """Plan from what the engine said about itself before its memory was released."""
+    def connect(self, plan_for: PlanFor, shards_for: ShardsFor) -> None:
+        """Plan from what the engine said about itself before its memory was released; or say which buckets travel."""
         if self._publisher is not None:
             self._publisher.set_plan(plan_for(self._descriptions))
+        elif self._ranks.world > 1:
+            publish = self._settings.publish
+            buckets = make_buckets(shards_for(), most=publish.bucket_mib << 20)
+            device = torch.device("cuda", torch.cuda.current_device())
+            self._gather = BucketGather(buckets, self._group(), device, seconds=publish.deadline)
 
     def generate(self, requests: Sequence[Request]) -> list[Sample]:
         handle = self._required()
@@ -146,16 +160,21 @@ class SglangRollout:
         mode = self._settings.rollout.drain
         if self._engine is not None:
             self._engine.drain(mode)
-        elif self._handle is not None:
-            self._handle.pause(mode)
-            if not self._handle.flush():
+            return
+
+        def drained(handle: UpdatableEngine) -> None:
+            handle.pause(mode)
+            if not handle.flush():
                 raise StateError("SGLang's cache cannot be flushed; requests still hold it")
+
+        deadlines = self._deadlines()
+        self._first("drain", drained, deadlines.drain + deadlines.flush)
 
     def release(self) -> None:
         if self._engine is not None:
             self._engine.release(_TAGS)
-        elif self._handle is not None:
-            self._handle.release(_TAGS)
+        else:
+            self._first("release", lambda handle: handle.release(_TAGS), self._deadlines().release)
         self._away = True
 
     def publish(self, version: int, sources: Tensors, checksums: Mapping[str, int] | None) -> Published:
@@ -178,15 +197,15 @@ class SglangRollout:
         _return_cached_memory()
         if self._engine is not None:
             self._engine.resume()
-        elif self._handle is not None and self._away:
-            self._handle.resume(["kv_cache"])
+        elif self._away:
+            self._first("resume", lambda handle: handle.resume(["kv_cache"]), self._deadlines().resume)
         self._away = False
 
     def continue_(self) -> None:
         if self._engine is not None:
             self._engine.continue_()
-        elif self._handle is not None:
-            self._handle.continue_()
+        else:
+            self._first("continue", lambda handle: handle.continue_(), self._deadlines().control)
 
     def close(self) -> None:
         self._stack.close()
@@ -199,7 +218,7 @@ class SglangRollout:
             peers = self._handle.start_receivers(self._run_id, folder)
         peers = self._ranks.broadcast(peers)
         publish = self._settings.publish
-        group: RankGroup = SoloGroup() if self._ranks.world == 1 else TorchGroup(run_id=self._run_id)
+        group = self._group()
         publisher = Publisher(
             self._run_id,
             None,
@@ -217,15 +236,44 @@ class SglangRollout:
         )
 
     def _publish_native(self, version: int, sources: Mapping[str, torch.Tensor], began: float) -> Published:
-        if self._handle is not None:
-            if self._away:
-                self._handle.resume(["weights"])
-            bucket = self._settings.publish.bucket_mib << 20
-            self._handle.load_tensors(sources.items(), bucket=bucket, seconds=self._settings.publish.deadline)
-            self._handle.set_weight_version(str(version))
+        publish, deadlines = self._settings.publish, self._deadlines()
+        bucket, seconds = publish.bucket_mib << 20, publish.deadline
+        if self._away:
+            self._first("resume of the weights", lambda handle: handle.resume(["weights"]), deadlines.resume)
+        if self._gather is None:
+            handle = self._required()
+            handle.load_tensors(sources.items(), bucket=bucket, seconds=seconds)
+        else:
+            self._first("begin of the update", lambda handle: handle.begin_update(seconds), seconds)
+            self._gather.run(
+                sources,
+                serialized_bucket,
+                lambda payloads: self._required().load_bucket(payloads, seconds),
+                delivery=seconds,
+            )
+            self._first("end of the update", lambda handle: handle.end_update(seconds), seconds)
+            torch.cuda.ipc_collect()  # buckets that workers have let go of
+        self._first("weight version", lambda handle: handle.set_weight_version(str(version)), deadlines.control)
         self._version = version
         spent = {"total": (time.perf_counter() - began) * 1e3}
         return Published(version, spent, ByteCheck(method="none"))
+
+    def _first(self, phase: str, action: Callable[[UpdatableEngine], None], seconds: float) -> None:
+        """Have rank 0 act on the engine once all ranks have come: an engine takes memory back on the GPUs of all of
+        them, and they take theirs when it has gone. What becomes of it, all learn.
+
+        Args:
+            phase: for messages.
+            action: what rank 0 does.
+            seconds: that it may take.
+        """
+        group, wait = self._group(), self._settings.publish.deadline
+        group.begin(f"native-{next(self._rounds)}")
+        agree(group, phase, wait, lambda: None, lambda _: action(self._required()), allowance=seconds)
+
+    def _group(self) -> RankGroup:
+        """The trainer's ranks; each caller begins rounds of names of its own."""
+        return SoloGroup() if self._ranks.world == 1 else TorchGroup(run_id=self._run_id)
 
     def _sampling(self, request: Request) -> dict[str, Any]:
         """Everything is said: the model's generation_config.json must not change the distribution."""
@@ -276,7 +324,7 @@ def engine_directory(work: Path, model: Path, settings: Settings) -> Path:
             target = view / path.name
             if not path.name.endswith(".index.json") and path.name != "config.json":
                 target.write_bytes(path.read_bytes())
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    config = served_config(json.loads((model / "config.json").read_text(encoding="utf-8")))
     if settings.variant == "fp8":
         config["quantization_config"] = quantization_config(config)
     (view / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")

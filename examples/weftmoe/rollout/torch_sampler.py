@@ -3,6 +3,10 @@
 It samples from the weights that were published into SGLang's real layers, never from the trainer's; arithmetic is plain
 torch in FP32, so its numbers say nothing about SGLang's kernels or speed. There is no key/value cache between requests:
 `resume` has nothing to bring back.
+
+A baseline's weights are gathered into buckets of whole tensors, as for SGLang's own update, and go through SGLang's own
+loader. Unlike there all bytes are compared: what each rank holds with what it gathered, the ranks' buckets with each
+other, and what was loaded with the live parameters.
 """
 
 import os
@@ -18,8 +22,9 @@ from typing import Any, Literal
 import torch
 
 from weftmoe.loop.ranks import Ranks
-from weftmoe.rollout.base import PlanFor, Published, Request, Sample, Span, Tensors, plain_tensors
+from weftmoe.rollout.base import PlanFor, Published, Request, Sample, ShardsFor, Span, Tensors, plain_tensors
 from weftmoe.rollout.checks import byte_check
+from weftmoe.rollout.gather import Bucket, BucketGather, make_buckets
 from weftmoe.telemetry.record import ByteCheck
 from weftpub.channel import Deadlines, unix_address
 from weftpub.errors import StateError
@@ -39,14 +44,15 @@ class SamplerSettings:
     Attributes:
         model: checkpoint directory; only its config.json is read.
         format: of the routed experts.
-        path: "weftpub", or "native": a checkpoint directory and SGLang's own loader.
+        path: "weftpub", or "native": SGLang's own loader, from files of buckets.
         stops: tokens that end a completion.
         temperature, top_p: of the sampling distribution.
-        work: for logs, the commit record, and the checkpoints of the native path.
+        work: for logs, the commit record, and the files of the native path.
         environment: of the process, whole.
         ready_s, generate_s, publish_s: limits of waits.
         verify_sha256: compare digests too.
         staging_bytes: most extra memory of a publish.
+        bucket_bytes: of a bucket of the native path.
         shared: folder where trainer and sampler meet to map one memory for the experts; None copies them.
     """
 
@@ -64,6 +70,7 @@ class SamplerSettings:
     publish_s: float = 120.0
     verify_sha256: bool = False
     staging_bytes: int = 64 << 20
+    bucket_bytes: int = 64 << 20
     shared: str | None = None
 
 
@@ -76,6 +83,7 @@ class TorchRollout:
         self._stack = ExitStack()
         self._peer: ReceiverProcess | None = None
         self._publisher: Publisher | None = None
+        self._gather: BucketGather | None = None
         self._released = False
 
     @property
@@ -119,7 +127,7 @@ class TorchRollout:
         if settings.shared is not None:
             self._ask("hello", settings.ready_s)
 
-    def connect(self, plan_for: PlanFor) -> None:
+    def connect(self, plan_for: PlanFor, shards_for: ShardsFor) -> None:
         """Wait for the model, and let it receive."""
         settings, address = self._settings, None
         if self._ranks.first:
@@ -131,10 +139,13 @@ class TorchRollout:
                 address = unix_address(folder, "sampler")
                 self._ask("listen", settings.publish_s, run_id=settings.run_id, address=address)
         address = self._ranks.broadcast(address)
+        group: RankGroup = SoloGroup() if self._ranks.world == 1 else TorchGroup(run_id=settings.run_id)
         if address is None:
+            buckets = make_buckets(shards_for(), most=settings.bucket_bytes)
+            device, seconds = torch.device("cpu"), settings.publish_s
+            self._gather = BucketGather(buckets, group, device, seconds=seconds, verify=True)
             return
         peer = Peer(0, address, _ENGINE)
-        group: RankGroup = SoloGroup() if self._ranks.world == 1 else TorchGroup(run_id=settings.run_id)
         publisher = Publisher(
             settings.run_id,
             None,
@@ -205,20 +216,30 @@ class TorchRollout:
         self._stack.close()
 
     def _native(self, version: int, sources: Mapping[str, torch.Tensor], began: float) -> Published:
-        if not self._ranks.first:
-            return Published(version, {}, ByteCheck(method="none"))
+        gather, seconds, found = self._gather, self._settings.publish_s, {"pieces": 0, "bytes": 0}
+        if gather is None:
+            raise StateError("the sampler has not been connected to the trainer")
+        path = self._settings.work / "bucket.safetensors"
+
+        def pack(bucket: Bucket, buffer: torch.Tensor) -> str:
+            if not self._ranks.first:  # whose bytes are compared with rank 0's
+                return ""
+            save_file({name: tensor.clone() for name, tensor in bucket.named(buffer)}, path)
+            return str(path)
+
+        def load(paths: list[str]) -> None:
+            answer = self._ask("load", seconds, file=paths[0])
+            for name in found:
+                found[name] += answer[name]
+
         from safetensors.torch import save_file
 
-        directory = self._settings.work / "native"
-        directory.mkdir(parents=True, exist_ok=True)
-        save_file(
-            {name: tensor.contiguous().cpu() for name, tensor in sources.items()}, directory / "model.safetensors"
-        )
-        self._ask("load", self._settings.publish_s, directory=str(directory), version=version)
-        status = self._ask("status", self._settings.publish_s)
-        if status["poisoned"]:
-            raise StateError(f"SGLang's loader left {status['poisoned']} elements unwritten; the model is not complete")
-        return Published(version, {"total": (time.perf_counter() - began) * 1e3}, ByteCheck(method="none"))
+        gather.run(sources, pack, load, delivery=seconds)
+        if self._ranks.first:
+            path.unlink(missing_ok=True)
+            self._ask("commit", seconds, version=version)
+        check = ByteCheck(method="checksum", matched=True, **self._ranks.broadcast(found))
+        return Published(version, {"total": (time.perf_counter() - began) * 1e3}, check)
 
     def _ask(self, do: str, seconds: float, **fields: Any) -> dict[str, Any]:
         if self._peer is None:

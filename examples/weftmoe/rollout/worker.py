@@ -1,7 +1,7 @@
 """The torch sampler's process (`python -m weftmoe.rollout.worker`): SGLang's real model under the driver's control.
 
-Weights come over weftpub's channel into the live parameters (or, for a baseline, from a checkpoint directory through
-SGLang's own loader); this process never sees the trainer's tensors. It knows no Megatron and no planner.
+Weights come over weftpub's channel into the live parameters (or, for a baseline, from files through SGLang's own
+loader); this process never sees the trainer's tensors. It knows no Megatron and no planner.
 """
 
 import argparse
@@ -16,8 +16,10 @@ from typing import Any, Literal
 import torch
 
 from weftmoe.rollout.base import Request
-from weftmoe.rollout.forward import Decoder
+from weftmoe.rollout.forward import live_tensor
+from weftmoe.rollout.forward_hybrid import decoder_of
 from weftmoe.rollout.sampling import Distribution, draw, score
+from weftmoe.rollout.served_config import served_config
 from weftpub.errors import StateError
 from weftpub_demo.control import Control, Handler
 
@@ -42,7 +44,7 @@ class SamplerRank:
         from weftpub_adapters.sglang import SGLangEngine, build_model
         from weftpub_adapters.sglang.shared_experts import engine_side, share_experts
 
-        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        config = served_config(json.loads((model / "config.json").read_text(encoding="utf-8")))
         served = build_model(config, format=format, device="cpu")
         self._in_place: dict[str, torch.Tensor] = {}
         if shared is not None:
@@ -52,7 +54,7 @@ class SamplerRank:
             self._in_place = {name: parameters[name].data for name in done.parameters}
         self.engine = SGLangEngine(served, name=name)
         self._side = engine_side(self.engine, served.model)
-        self._decoder = Decoder(self.engine.served)
+        self._decoder = decoder_of(self.engine.served)
         self._distribution = distribution
         self._stops = frozenset(stops)
         self._open = ExitStack()  # what stays open until the process ends
@@ -65,7 +67,7 @@ class SamplerRank:
             "release": self.release,
             "reload": self.reload,
             "load": self.load,
-            "status": self.status,
+            "commit": self.commit,
             "generate": self.generate,
             "score": self.score,
         }
@@ -96,26 +98,39 @@ class SamplerRank:
         return {}
 
     def load(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Let SGLang's own loader read a checkpoint directory, and serve it as a version."""
-        from safetensors import safe_open
+        """Let SGLang's own loader read a file of some tensors, and compare the live parameters with it.
 
-        served = self.engine.served
-        with (
-            safe_open(Path(request["directory"]) / "model.safetensors", framework="pt") as file,
-            served.active(),
-            torch.no_grad(),
-        ):
-            served.model.load_weights((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+        Raises:
+            StateError: a parameter has other bytes afterwards.
+        """
+        from safetensors.torch import load_file
+
+        served, tensors = self.engine.served, load_file(request["file"])
+        with served.active(), torch.no_grad():
+            served.model.load_weights(iter(tensors.items()))
+        live = {name: live_tensor(served.model, served.hf_config, name) for name in tensors}
+        wrong = [name for name, tensor in tensors.items() if not torch.equal(live[name], tensor)]
+        if wrong:
+            raise StateError(
+                f"SGLang's loader left other bytes in {len(wrong)} of {len(tensors)} tensors than it was given: "
+                f"{sorted(wrong)[:4]}"
+            )
+        return {"pieces": len(tensors), "bytes": sum(tensor.nbytes for tensor in tensors.values())}
+
+    def commit(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Serve what was loaded as a version.
+
+        Raises:
+            StateError: elements were not loaded: they are NaN, as `reload` left them.
+        """
+        parameters = self.engine.served.model.parameters()
+        poisoned = sum(int(parameter.data.float().isnan().sum()) for parameter in parameters)
+        if poisoned:
+            raise StateError(f"SGLang's loader left {poisoned} elements unwritten; the model is not complete")
         self.engine.post_process()
         self.engine.commit(request["version"])
         self.engine.resume()
         return {"version": self.engine.version}
-
-    def status(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """What is served, and how many elements of the weights are NaN."""
-        parameters = self.engine.served.model.parameters()
-        poisoned = sum(int(parameter.data.float().isnan().sum()) for parameter in parameters)
-        return {"version": self.engine.version, "serving": self.engine.serving, "poisoned": poisoned}
 
     def generate(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Complete prompts with the served version."""
