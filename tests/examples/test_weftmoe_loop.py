@@ -5,7 +5,7 @@ stretches, optimizer settings, minibatches and checkpoints on disk.
 import json
 import math
 from collections.abc import Sequence as Many
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +26,7 @@ from weftmoe.grpo import (
     microbatches,
 )
 from weftmoe.loop import checkpoint
+from weftmoe.loop import run as run_module
 from weftmoe.loop import trainer as trainer_module
 from weftmoe.loop.collect import Collector
 from weftmoe.loop.model import config_fields, join_world
@@ -33,7 +34,8 @@ from weftmoe.loop.optimizer import learning_rate, optimizer_fields
 from weftmoe.loop.prompts import EncodedPrompt, stop_tokens
 from weftmoe.loop.ranks import Ranks
 from weftmoe.loop.scoring import log_probabilities
-from weftmoe.loop.step import FixedTokens, _minibatches, _over_ranks, train_step
+from weftmoe.loop.step import FixedTokens, _minibatches, _over_ranks, publish_version, train_step
+from weftmoe.loop.stop import StopNotice
 from weftmoe.loop.trainer import MegatronGrpo
 from weftmoe.loop.weights import megatron_name, tensor_parallel_part
 from weftmoe.reward import Rewarder
@@ -690,6 +692,101 @@ def test_ranks_wait_for_the_first_as_long_as_it_may_take(monkeypatch: pytest.Mon
     rollout = composed.load("fp8").rollout
     assert one > rollout.generate_timeout
     assert ten > 10 * rollout.generate_timeout
+
+
+# Memory: who has the device when.
+
+
+def test_a_checkpoint_is_read_before_communicators_and_engine_hold_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recovery read its checkpoint after a first publish: engine and NCCL's communicators held the memory by then,
+    and the run that had died of memory could not come back.
+    """
+    events: list[str] = []
+    run = run_module._Run
+
+    def noted(name: str) -> Any:
+        def method(*_: Any) -> Any:
+            events.append(name)
+            return SimpleNamespace(model=None, step=7, fixed=())
+
+        return method
+
+    for name in ("_make_inputs", "_make_meeting", "_start_engine", "_load", "_connect", "_make_collector"):
+        monkeypatch.setattr(run, name, noted(name))
+    monkeypatch.setattr(run, "_open_telemetry", lambda *_: None)
+    monkeypatch.setattr(run_module, "load_tokenizer", lambda model: None)
+    monkeypatch.setattr(run_module.checkpoint, "latest", lambda out: Path("step-000007"))
+    read: list[bool] = []
+
+    class Trainer:
+        def __init__(self, *_: Any, read_weights: bool, shared: Any) -> None:
+            read.append(read_weights)
+            events.append("trainer")
+
+        def close(self) -> None:
+            events.append("close")
+
+    monkeypatch.setattr(run_module, "MegatronGrpo", Trainer)
+    with ExitStack() as stack:
+        run(settings(), torch.device("cpu"), stack, StopNotice(1.0))
+    assert events.index("_start_engine") < events.index("trainer") < events.index("_load") < events.index("_connect")
+    assert read == [False], "what the checkpoint brings is not read from the model's directory first"
+    monkeypatch.setattr(run_module.checkpoint, "latest", lambda out: None)
+    with ExitStack() as stack:
+        run(settings(), torch.device("cpu"), stack, StopNotice(1.0))
+    assert read == [False, True]
+
+
+def test_ranks_exchange_plain_data_without_a_communicator_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL makes a communicator where it is used first, with half a gigabyte a rank: a broadcast of prompts must not be
+    what takes it from a checkpoint that is about to be read.
+    """
+    made: list[str] = []
+    dist = torch.distributed
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: made.append(backend))
+    join_world(composed.load("fp8"), torch.device("cuda"))
+    join_world(composed.load("fp8", smoke="cpu"), torch.device("cpu"))
+    assert made == ["cpu:gloo,cuda:nccl", "gloo"]
+
+
+def test_a_publish_hands_the_memory_over_in_order() -> None:
+    """Weights of the engine came back while the trainer's gradients and slots were still there, and its cache while the
+    trainer's weights were: either side ran out of memory, by who was quicker.
+    """
+    events: list[str] = []
+
+    class Trainer:
+        def offload(self, *tags: str) -> None:
+            events.append(f"offload {' '.join(tags)}")
+
+        @contextmanager
+        def sources(self) -> Any:
+            events.append("sources")
+            yield SimpleNamespace(tensors={"a": 1}, checksums={"a": 2})
+            events.append("let go of sources")
+
+    class Engine:
+        def publish(self, version: int, tensors: Any, checksums: Any) -> str:
+            events.append(f"publish {version} {tensors} {checksums}")
+            return "published"
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda: events.append(name)
+
+    trainer: Any = Trainer()
+    engine: Any = Engine()
+    assert publish_version(trainer, engine, 3, Timers()) == "published"
+    assert events == [
+        "offload optimizer gradients",
+        "sources",
+        "publish 3 {'a': 1} {'a': 2}",
+        "let go of sources",
+        "offload weights",
+        "resume",
+        "continue_",
+    ]
 
 
 # Checkpoints on disk.
