@@ -22,6 +22,7 @@ from weftpub_adapters.sglang.driver import (
     EngineHandle,
     EnginePhase,
     TagState,
+    WorkerStanding,
 )
 from weftpub_adapters.sglang.driver import colocated as colocated_module
 from weftpub_adapters.sglang.driver import memory as memory_module
@@ -66,6 +67,8 @@ class FakeEngine:
         self.deaf = 0  # looks at its workers in which they still rest after continue_
         self.refusal = ""  # why they do not go on
         self.cached = True  # keys and values that its weights made
+        self.publisher = FakePublisher.session  # that its receiver listens to
+        self.going: tuple[int, ...] = ()  # other workers, which compute requests
 
     def start_receivers(self, run_id: str, directory: Any, *, first_rank: int = 0, version: int | None = None) -> Any:
         return [Peer(first_rank, f"ipc:///{self.name}", self.name)]
@@ -87,9 +90,13 @@ class FakeEngine:
         self.calls.append("continue")
         self.paused, self.cached = False, True
 
-    def resting(self) -> Mapping[int, str]:
+    def workers(self) -> tuple[WorkerStanding, ...]:
         self.deaf -= 1
-        return {0: self.refusal} if self.paused or self.refusal or self.deaf >= 0 else {}
+        rests = self.paused or bool(self.refusal) or self.deaf >= 0
+        return (
+            WorkerStanding(0, rests, self.refusal, self.publisher),
+            *(WorkerStanding(rank, False, "", self.publisher) for rank in self.going),
+        )
 
     def flush(self) -> bool:
         self.busy -= 1
@@ -134,6 +141,8 @@ class FakeEngine:
 class FakePublisher:
     """Receivers as a publisher sees them, one per engine."""
 
+    session = "5" * 32
+
     def __init__(self, *engines: FakeEngine) -> None:
         self.engines = list(engines)
         self.states = {engine.name: EngineState.SERVING for engine in engines}
@@ -144,6 +153,7 @@ class FakePublisher:
         self.absent: set[str] = set()  # engines that cannot be described
         self.refusals: dict[str, str] = {}  # why an engine's worker would not go on
         self.stale = False
+        self.asked = 0
 
     def pause(self) -> None:
         for name, state in self.states.items():
@@ -188,6 +198,7 @@ class FakePublisher:
                 self.states[name] = EngineState.SERVING
 
     def status(self) -> dict[int, StatusReport]:
+        self.asked += 1
         if self.stale:
             raise StateError("a publisher that came later has taken over; this one is stale")
         fields: dict[str, Any] = {"digest": "", "incoming": None, "lost": None, "plan_digest": ""}
@@ -613,10 +624,29 @@ def test_a_driver_that_was_replaced_touches_no_engine(
     for earlier in list(calls)[: list(calls).index(call)]:
         calls[earlier]()
     before = list(engine.calls)
-    publisher.stale = True
+    publisher.stale, engine.publisher = True, "a" * 32
     with pytest.raises(StateError, match="this one is stale"):
         calls[call]()
     assert engine.calls == before
+
+
+def test_receivers_beside_a_serving_scheduler_are_not_asked(
+    step: ColocatedEngine, engine: FakeEngine, publisher: FakePublisher
+) -> None:
+    """Every drain began with a question to each receiver, beside a scheduler that holds the interpreter: 227 ms in the
+    median on an H200, where the drain itself took 3.7. The schedulers say to whom their receivers listen."""
+    engine.publisher = ""  # nobody has come in yet
+    step.drain()
+    assert publisher.asked == 1
+    engine.publisher = publisher.session
+    for version in (1, 2):
+        step.release()
+        step.publish(version, {})
+        step.resume()
+        publisher.asked = 0
+        step.continue_()
+        step.drain()
+    assert publisher.asked == 1  # continue_'s, while the engine rests
 
 
 def test_a_driver_that_takes_over_again_drains_what_its_successor_left_serving(
@@ -647,7 +677,8 @@ def test_an_engine_of_which_one_worker_goes_on_is_paused_again(gpu: FakeGpu) -> 
     publisher.states, publisher.versions = dict.fromkeys("ab", EngineState.SERVING), dict.fromkeys("ab")
     step = colocated(engine, publisher, gpu)
     step.drain()
-    step.drain()  # one of two rests, says the engine
+    engine.going = (1,)
+    step.drain()
     assert engine.calls == ["pause retract"] * 2
 
 

@@ -19,7 +19,14 @@ from typing import Any
 import pytest
 
 from weftpub.errors import ChannelError, ConfigError, DeadlineError, StateError
-from weftpub_adapters.sglang.driver import Completion, DriverDeadlines, EngineHandle, HttpEngine, local
+from weftpub_adapters.sglang.driver import (
+    Completion,
+    DriverDeadlines,
+    EngineHandle,
+    HttpEngine,
+    WorkerStanding,
+    local,
+)
 from weftpub_adapters.sglang.driver.loop import LoopThread
 from weftpub_adapters.sglang.driver.model_directory import write_engine_directory
 from weftpub_adapters.sglang.driver.requests import Ask, RequestDesk
@@ -162,20 +169,24 @@ def test_a_server_without_the_plugin_says_so(server: Server, engine: HttpEngine,
 def test_workers_that_rest_are_told_apart_from_those_that_refuse(server: Server, engine: HttpEngine) -> None:
     """Every group of data-parallel attention answers for all workers."""
     workers = [
-        {"rank": 0, "resting": True, "error": "chunk 3 failed | torn"},
-        {"rank": 1, "resting": True, "error": ""},
-        {"rank": 2, "resting": False, "error": ""},
+        {"rank": 0, "resting": True, "error": "chunk 3 failed | torn", "publisher": "a" * 32},
+        {"rank": 1, "resting": True, "error": "", "publisher": ""},
+        {"rank": 2, "resting": False, "error": "", "publisher": "a" * 32},
     ]
     server.started = (200, {"success": True, "message": " | ".join([json.dumps(workers)] * 2)})
-    assert engine.resting() == {0: "chunk 3 failed | torn", 1: ""}
+    assert engine.workers() == (
+        WorkerStanding(0, True, "chunk 3 failed | torn", "a" * 32),
+        WorkerStanding(1, True, "", ""),
+        WorkerStanding(2, False, "", "a" * 32),
+    )
     assert server.calls[-1][1]["backend"] == "weftpub-standing"
     for message in ("", "[] | ", "Succeeded to initialize custom process group."):
         server.started = (200, {"success": True, "message": message})
         with pytest.raises(ChannelError, match="expected the receivers' addresses"):
-            engine.resting()
+            engine.workers()
     server.started = (400, {"success": False, "message": "no receiver was ever started"})
     with pytest.raises(ChannelError, match="does not say whether it computes requests: no receiver"):
-        engine.resting()
+        engine.workers()
 
 
 @pytest.mark.parametrize(

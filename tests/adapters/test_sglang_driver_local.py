@@ -55,6 +55,6 @@ def test_a_new_version_aborts_no_request(handle: Any) -> None:
 
 def test_an_engine_of_several_replicas_is_refused_as_the_engine_it_is(handle: Any) -> None:
     """SGLang ends such a call by an assertion, which no driver looks for."""
-    for call in (handle.resting, lambda: handle.stop_receivers("run")):
+    for call in (handle.workers, lambda: handle.stop_receivers("run")):
         with pytest.raises(ChannelError, match="data-parallel replicas are not supported; start every replica"):
             call()

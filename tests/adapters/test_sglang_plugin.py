@@ -327,7 +327,7 @@ def test_requests_that_wait_for_their_grammar_wait_through_a_publish(world: Worl
         wait_for(lambda: world.engine.in_flight == 2, "requests under way")
         drained = world.pool.submit(world.step.drain, mode)
         if mode in ("retract", "restart"):
-            wait_for(lambda: len(world.engine.resting()) == 2, "the engine to be paused")
+            wait_for(lambda: all(one.resting for one in world.engine.workers()), "the engine to be paused")
         if mode == "abort":
             drained.result(60)
     drained.result(60)

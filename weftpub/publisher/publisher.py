@@ -104,6 +104,11 @@ class Publisher:
         """The present plan."""
         return self._plan
 
+    @property
+    def session(self) -> str:
+        """By which receivers know that it is this publisher that they listen to; on rank 0."""
+        return self._session
+
     def set_plan(self, plan: Plan) -> None:
         """Use another plan from the next publish on; receivers get their parts then."""
         self._plan = plan

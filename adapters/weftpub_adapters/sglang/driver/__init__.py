@@ -12,6 +12,7 @@ from weftpub_adapters.sglang.driver.handle import (
     EngineHandle,
     Mode,
     VersionSpan,
+    WorkerStanding,
 )
 from weftpub_adapters.sglang.driver.http import HttpEngine
 from weftpub_adapters.sglang.driver.local import LocalEngine, note_death
@@ -31,6 +32,7 @@ __all__ = [
     "Mode",
     "TagState",
     "VersionSpan",
+    "WorkerStanding",
     "free_bytes",
     "note_death",
 ]

@@ -14,7 +14,7 @@ from typing import Any
 from weftpub.channel import Deadlines
 from weftpub.errors import ChannelError, ConfigError, WeftpubError
 from weftpub.publisher import Observer, Peer
-from weftpub_adapters.sglang.driver.handle import MODES, Completion, DriverDeadlines, Mode
+from weftpub_adapters.sglang.driver.handle import MODES, Completion, DriverDeadlines, Mode, WorkerStanding
 from weftpub_adapters.sglang.driver.loop import LoopThread
 from weftpub_adapters.sglang.driver.requests import Ask, RequestDesk
 from weftpub_adapters.sglang.plugin.settings import BACKEND, STANDING, ReceiverSettings
@@ -129,12 +129,18 @@ class BaseEngine(ABC):
         self._call(self._continue(), "continue", self._deadlines.control)
         self._desk.admit()
 
-    def resting(self) -> Mapping[int, str]:
+    def workers(self) -> tuple[WorkerStanding, ...]:
         """See `EngineHandle`."""
         success, message = self._call(self._start("", "", STANDING), "standing", self._deadlines.control)
         if not success:
             raise ChannelError(f"{self.where}: does not say whether it computes requests: {message}")
-        return {int(one["rank"]): str(one["error"]) for one in self._entries(message) if one["resting"]}
+        found = {
+            int(one["rank"]): WorkerStanding(
+                int(one["rank"]), bool(one["resting"]), str(one["error"]), str(one.get("publisher", ""))
+            )
+            for one in self._entries(message)
+        }
+        return tuple(found.values())
 
     def flush(self) -> bool:
         """See `EngineHandle`."""

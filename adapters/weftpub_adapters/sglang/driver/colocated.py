@@ -112,15 +112,14 @@ class ColocatedEngine:
         """
         self._clock = PhaseClock()
         with self._clock.phase("drain"):
-            reports = self._require_present()
+            self._require_present()
             d = self._deadlines
-            drained_before = self._together(
+            idle = self._together(
                 "drain", d.drain + d.flush + 3 * d.control, lambda member: self._drain_one(member, mode)
             )
             self._publisher.pause()
             # What has not served all the while may have been released or brought back by another driver.
-            idle = any(report.resting or report.why_not for report in reports.values())
-            if idle or drained_before or not self._engine_of:
+            if idle or not self._engine_of:
                 self._describe()
 
     def release(self, tags: Sequence[str] = ("kv_cache", "weights")) -> None:
@@ -233,27 +232,34 @@ class ColocatedEngine:
             behind=max(committed, default=None),
         )
 
-    def _require_present(self) -> Mapping[int, StatusReport]:
-        """What every receiver says of itself; StateError, before an engine is touched, if they listen to a later driver
-        by now: what this one paused, released or resumed would be the other one's. Handles are asked first: they see a
-        dead worker at once.
+    def _require_present(self) -> None:
+        """StateError, before an engine is touched, if receivers listen to a later driver by now: what this one paused,
+        released or resumed would be the other one's.
+
+        The schedulers are asked to whom their receivers listen: a receiver beside a scheduler at work waits for the
+        interpreter, and each of its answers took tens of milliseconds on an H200. Where it is somebody else, or nobody
+        yet, the receivers themselves are asked.
         """
-        self._together("presence", self._deadlines.control, lambda member: member.handle.weight_version())
-        return self._publisher.status()
+        if self._together("presence", self._deadlines.control, self._listens_elsewhere):
+            self._publisher.status()
+
+    def _listens_elsewhere(self, member: Member) -> bool:
+        member.workers = member.handle.workers()
+        return any(worker.publisher != self._publisher.session for worker in member.workers)
 
     def _require_some_drained(self, member: Member) -> None:
         if all(other.phase is EnginePhase.SERVING for other in self._members.values() if not other.out):
             member.require_drained("continue_")
 
     def _drain_one(self, member: Member, mode: Mode) -> bool:
-        """Whether this driver had it drained before, and so may not know what became of it since."""
+        """Whether it did not serve all the while: then this driver may not know what became of it."""
+        idle = any(worker.resting or worker.why_not for worker in member.workers)
         drained = member.phase is EnginePhase.DRAINED
-        ranks = sum(engine == member.name for engine in self._engine_of.values())
-        if not drained or not ranks or len(member.handle.resting()) < ranks:
+        if not drained or not member.workers or not all(worker.resting for worker in member.workers):
             member.handle.pause(mode)
             member.phase = EnginePhase.DRAINED
         self._flush(member)
-        return drained
+        return drained or idle
 
     def _flush(self, member: Member) -> None:
         """Empty the cache of a paused engine: what is in it was computed with the weights that it has now."""
@@ -388,7 +394,7 @@ class ColocatedEngine:
         receiver waits for the interpreter, and each of its answers took tens of milliseconds on an H200.
         """
         began = time.monotonic()
-        while resting := member.handle.resting():
+        while resting := {w.rank: w.why_not for w in member.handle.workers() if w.resting}:
             refusing = {rank: reason for rank, reason in resting.items() if reason}
             elapsed = time.monotonic() - began
             if refusing or elapsed >= self._deadlines.control:

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from weftpub.errors import ConfigError
 from weftpub.publisher import Peer
 
-__all__ = ["MODES", "Completion", "DriverDeadlines", "EngineHandle", "Mode", "VersionSpan"]
+__all__ = ["MODES", "Completion", "DriverDeadlines", "EngineHandle", "Mode", "VersionSpan", "WorkerStanding"]
 
 Mode = Literal["drain", "retract", "restart", "abort"]
 MODES: tuple[Mode, ...] = ("drain", "retract", "restart", "abort")
@@ -79,6 +79,23 @@ class Completion:
     versions: tuple[VersionSpan, ...]
     attempts: int
     meta: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class WorkerStanding:
+    """One worker of an engine, by its scheduler's word.
+
+    Attributes:
+        rank: receiver rank.
+        resting: whether it computes no requests now.
+        why_not: why it would not compute them if it was told to; "" if it would.
+        publisher: session of the publisher that its receiver listens to; "" while none has come in.
+    """
+
+    rank: int
+    resting: bool
+    why_not: str
+    publisher: str
 
 
 @runtime_checkable
@@ -148,12 +165,8 @@ class EngineHandle(Protocol):
         """Go on computing, and admit requests."""
         ...
 
-    def resting(self) -> Mapping[int, str]:
-        """Workers that compute no requests, by receiver rank, and why they would not if they were told to ("" if they
-        would); empty if all compute.
-
-        Answered by the schedulers, after everything that they were told before.
-        """
+    def workers(self) -> tuple[WorkerStanding, ...]:
+        """Every worker as it stands. Answered by the schedulers, after everything that they were told before."""
         ...
 
     def flush(self) -> bool:

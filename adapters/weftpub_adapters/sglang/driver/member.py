@@ -10,7 +10,7 @@ from weftpub.errors import StateError, TornError
 from weftpub.version import EngineState
 from weftpub.wire.description import EngineDescription
 from weftpub.wire.messages import StatusReport
-from weftpub_adapters.sglang.driver.handle import EngineHandle
+from weftpub_adapters.sglang.driver.handle import EngineHandle, WorkerStanding
 from weftpub_adapters.sglang.driver.memory import MemoryTags, TagState
 
 __all__ = ["EnginePhase", "EngineStanding", "Member", "parameter_bytes", "refuse"]
@@ -57,6 +57,7 @@ class Member:
     weights: dict[str, int] | None = None  # GPU -> bytes of parameters
     saves: bool | None = None  # whether its memory can be released
     flushed: bool = False  # whether its cache is empty, as nothing was computed since it was flushed
+    workers: tuple[WorkerStanding, ...] = ()  # as they stood when they were asked last
 
     @property
     def name(self) -> str:

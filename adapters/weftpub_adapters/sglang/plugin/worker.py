@@ -176,13 +176,19 @@ def standing_together(scheduler: Any) -> tuple[bool, str]:
     """Which workers rest, and why they would not go on; called like `start_together`.
 
     Returns:
-        whether there are receivers, and a JSON list of rank, `resting`, and the reason as `error`.
+        whether there are receivers, and a JSON list of rank, `resting`, the reason as `error`, and the session of the
+        `publisher` that each listens to.
     """
     worker = worker_of(scheduler)
     if worker is None:  # on all ranks
         return False, "no receiver was ever started in this engine; start_receivers comes first"
     readiness = worker.live.readiness()
-    own = {"rank": worker.live.rank, "resting": readiness.resting, "error": readiness.why_not}
+    own = {
+        "rank": worker.live.rank,
+        "resting": readiness.resting,
+        "error": readiness.why_not,
+        "publisher": worker.receiver.session,
+    }
     return True, json.dumps(_gather(scheduler, own))
 
 
