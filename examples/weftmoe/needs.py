@@ -35,7 +35,7 @@ def model_shape(settings: Settings) -> ModelShape:
     """
     if not settings.smoke.enabled:
         return load_shape(settings.model.path)
-    made = settings.smoke
+    made, hybrid = settings.smoke, settings.model.architecture != "Qwen3MoeForCausalLM"
     return ModelShape.from_config(
         {
             "architectures": [settings.model.architecture],
@@ -48,6 +48,14 @@ def model_shape(settings: Settings) -> ModelShape:
             "num_key_value_heads": made.kv_heads,
             "head_dim": made.head_dim,
             "vocab_size": made.vocab,
+            # Read for Qwen3.5-MoE only.
+            "full_attention_interval": min(4, made.layers),
+            "shared_expert_intermediate_size": made.shared if hybrid else 0,
+            "linear_num_key_heads": made.linear_heads // 2,
+            "linear_num_value_heads": made.linear_heads,
+            "linear_key_head_dim": made.linear_dim,
+            "linear_value_head_dim": made.linear_dim,
+            "linear_conv_kernel_dim": 4,
         }
     )
 

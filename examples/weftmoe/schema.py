@@ -358,7 +358,11 @@ class Smoke(_Block):
 
     Attributes:
         enabled: whether this is one.
-        layers, hidden, intermediate, experts, top_k, heads, kv_heads, head_dim, vocab: of the made Qwen3-MoE.
+        layers, hidden, intermediate, experts, top_k, heads, kv_heads, head_dim, vocab: of the made model, which is of
+            the family that `model.architecture` says.
+        shared, linear_heads, linear_dim: of a made Qwen3.5-MoE: width of the shared expert, value heads of a gated
+            delta net (it has half as many key heads), and width of each. Every fourth layer, or the last of fewer, has
+            attention.
         digits: most digits of an operand of the generated problems.
         problems: generated problems.
         warmup_steps, warmup_lr, warmup_batch: most supervised steps before GRPO; they end once three in ten answers
@@ -375,6 +379,9 @@ class Smoke(_Block):
     kv_heads: Positive = 4
     head_dim: Positive = 64
     vocab: Positive = 512
+    shared: Positive = 128
+    linear_heads: Annotated[int, Field(ge=2, multiple_of=2)] = 4
+    linear_dim: Positive = 16
     digits: Positive = 2
     problems: Positive = 2048
     warmup_steps: Count = 200

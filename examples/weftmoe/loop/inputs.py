@@ -55,7 +55,13 @@ def find_inputs(
     if smoke.enabled and settings.model.path == MADE:
         model = settings.out / "model"
         warmup = make_model_apart(
-            model, smoke, seed=settings.seed, tokens=settings.length.context, device=device.type, progress=progress
+            model,
+            smoke,
+            seed=settings.seed,
+            tokens=settings.length.context,
+            device=device.type,
+            architecture=settings.model.architecture,
+            progress=progress,
         )
         notes.append(
             f"warm-up: {warmup.steps} supervised steps, {warmup.seconds:.0f} s, probability of a right answer "

@@ -1,4 +1,4 @@
-"""The smoke mode's own parts: a tiny Qwen3-MoE with a tokenizer, made on the spot and warmed up on arithmetic.
+"""The smoke mode's own parts: a tiny model with a tokenizer, made on the spot and warmed up on arithmetic.
 
 Everything after that is the same code as a real run. `make_model_apart` makes the model in a process of its own; it is
 `model.make_model`, which this package does not load.

@@ -30,6 +30,7 @@ def make_model_apart(
     seed: int,
     tokens: int,
     device: str,
+    architecture: str = "Qwen3MoeForCausalLM",
     progress: Callable[[int, int], None] = lambda done, total: None,
     silent_s: float = _SILENT_S,
 ) -> Warmup:
@@ -42,7 +43,7 @@ def make_model_apart(
         PeerError: the process died or failed; with its reason, and its last words, which are all in DIRECTORY.log.
         DeadlineError: it was silent for too long.
     """
-    found = read_note(directory, smoke, seed=seed, tokens=tokens)
+    found = read_note(directory, smoke, seed=seed, tokens=tokens, architecture=architecture)
     if found is not None:
         return found
     # What the warm-up's bits depend on, as it is set here.
@@ -63,6 +64,7 @@ def make_model_apart(
             seed=seed,
             tokens=tokens,
             device=device,
+            architecture=architecture,
             threads=torch.get_num_threads(),
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )

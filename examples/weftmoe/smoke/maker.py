@@ -32,6 +32,7 @@ def main() -> None:
             seed=request["seed"],
             tokens=request["tokens"],
             device=request["device"],
+            architecture=request["architecture"],
             progress=lambda done, total: control.progress(done=done, total=total),
         )
         return asdict(warmup)

@@ -1,10 +1,12 @@
-"""Makes the smoke's Qwen3-MoE: random weights, then supervised steps on the arithmetic until it is right now and then.
+"""Makes the smoke's Qwen3-MoE or Qwen3.5-MoE: random weights, then supervised steps on the arithmetic until it is
+right now and then.
 
 GRPO can only raise a reward that is sometimes there, and has nothing to raise once it always is: the warm-up stops
 when the model's probability of a right answer, over the training problems, has reached `TARGET`. It runs in Hugging
 Face's own model, in FP32 with torch's AdamW, so that it is the same for every variant that is compared afterwards.
 """
 
+import json
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -17,38 +19,57 @@ from weftmoe.data import arithmetic_rows
 from weftmoe.schema import Smoke
 from weftmoe.smoke.note import Warmup, read_note, write_note
 from weftmoe.smoke.tokenizer import make_tokenizer
+from weftpub.canonical import family_of
+from weftpub.errors import ConfigError
 
 __all__ = ["TARGET", "make_model", "model_config"]
 
 TARGET = 0.3
+_PLAIN, _MULTIMODAL = "Qwen3MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"
 _CHECK_EVERY = 5  # some twenty steps lead from a tenth to a half
 _CHECKED = 128
 _RISE = 20  # steps over which the learning rate rises
 _IGNORED = -100  # the label that Hugging Face's loss passes over
 
 
-def model_config(smoke: Smoke, tokens: int) -> Any:
-    """The model's configuration; `tokens` is the longest sequence that it must take."""
-    from transformers import Qwen3MoeConfig
+def model_config(smoke: Smoke, tokens: int, architecture: str = _PLAIN) -> Any:
+    """The language model's configuration; `tokens` is the longest sequence that it must take."""
+    common: dict[str, Any] = {
+        "vocab_size": smoke.vocab,
+        "hidden_size": smoke.hidden,
+        "moe_intermediate_size": smoke.intermediate,
+        "num_hidden_layers": smoke.layers,
+        "num_attention_heads": smoke.heads,
+        "num_key_value_heads": smoke.kv_heads,
+        "head_dim": smoke.head_dim,
+        "num_experts": smoke.experts,
+        "num_experts_per_tok": smoke.top_k,
+        "max_position_embeddings": max(128, tokens),
+        "tie_word_embeddings": False,
+        "use_cache": False,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "eos_token_id": 2,
+    }
+    if architecture == _PLAIN:
+        from transformers import Qwen3MoeConfig
 
-    return Qwen3MoeConfig(
-        vocab_size=smoke.vocab,
-        hidden_size=smoke.hidden,
-        intermediate_size=smoke.intermediate,
-        moe_intermediate_size=smoke.intermediate,
-        num_hidden_layers=smoke.layers,
-        num_attention_heads=smoke.heads,
-        num_key_value_heads=smoke.kv_heads,
-        head_dim=smoke.head_dim,
-        num_experts=smoke.experts,
-        num_experts_per_tok=smoke.top_k,
-        norm_topk_prob=True,
-        max_position_embeddings=max(128, tokens),
-        tie_word_embeddings=False,
-        use_cache=False,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=2,
+        return Qwen3MoeConfig(**common, intermediate_size=smoke.intermediate, norm_topk_prob=True)
+    from transformers import Qwen3_5MoeTextConfig
+
+    if smoke.layers < 2:
+        raise ConfigError(f"smoke.layers={smoke.layers}: a Qwen3.5-MoE has layers of two kinds; set it to 2 or more")
+    every = min(4, smoke.layers)
+    return Qwen3_5MoeTextConfig(
+        **common,
+        layer_types=["linear_attention" if (i + 1) % every else "full_attention" for i in range(smoke.layers)],
+        shared_expert_intermediate_size=smoke.shared,
+        linear_num_key_heads=smoke.linear_heads // 2,
+        linear_num_value_heads=smoke.linear_heads,
+        linear_key_head_dim=smoke.linear_dim,
+        linear_value_head_dim=smoke.linear_dim,
+        linear_conv_kernel_dim=4,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
     )
 
 
@@ -59,6 +80,7 @@ def make_model(
     seed: int,
     tokens: int,
     device: str,
+    architecture: str = _PLAIN,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Warmup:
     """Make model, tokenizer and config in Hugging Face's format, BF16; or take what an earlier start made there.
@@ -69,23 +91,49 @@ def make_model(
         seed: of weights, problems and batches.
         tokens: longest sequence.
         device: where the warm-up runs.
+        architecture: what ``architectures[0]`` is to be; a multimodal model gets its language model only.
         progress: called with finished and planned steps.
     """
-    found = read_note(directory, smoke, seed=seed, tokens=tokens)
+    found = read_note(directory, smoke, seed=seed, tokens=tokens, architecture=architecture)
     if found is not None:
         return found
-    from transformers import Qwen3MoeForCausalLM
+    from transformers import AutoModelForCausalLM
 
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer(directory, smoke.vocab)
     torch.manual_seed(seed)
     # One expert after the other: faster than the grouped kernels at this size, and the same on every machine.
-    model = Qwen3MoeForCausalLM._from_config(model_config(smoke, tokens), experts_implementation="eager")
+    config = model_config(smoke, tokens, architecture)
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
     model = model.float().to(device)
     warmup = _warm_up(model, tokenizer, smoke, seed, progress)
     model.to(torch.bfloat16).save_pretrained(str(directory))
-    write_note(directory, smoke, warmup, seed=seed, tokens=tokens)
+    if architecture == _MULTIMODAL:
+        _deepen(directory)
+    write_note(directory, smoke, warmup, seed=seed, tokens=tokens, architecture=architecture)
     return warmup
+
+
+def _deepen(directory: Path) -> None:
+    """Make a saved language model that of a multimodal checkpoint, by its names and its configuration."""
+    from safetensors.torch import load_file, save_file
+
+    weights, path = directory / "model.safetensors", directory / "config.json"
+    tensors = load_file(weights)
+    family = family_of(_MULTIMODAL)
+    save_file({family.to_checkpoint(name): t for name, t in tensors.items()}, weights, metadata={"format": "pt"})
+    text = json.loads(path.read_text(encoding="utf-8"))
+    text.pop("architectures")
+    whole = {
+        "architectures": [_MULTIMODAL],
+        "model_type": "qwen3_5_moe",
+        "text_config": text,
+        "vision_config": {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2},
+        "tie_word_embeddings": False,
+        "eos_token_id": text["eos_token_id"],
+        "pad_token_id": text["pad_token_id"],
+    }
+    path.write_text(json.dumps(whole, indent=1), encoding="utf-8")
 
 
 def _warm_up(model: Any, tokenizer: Any, smoke: Smoke, seed: int, progress: Callable[[int, int], None]) -> Warmup:

@@ -11,6 +11,7 @@ from weftmoe.schema import Smoke
 __all__ = ["Warmup", "read_note", "write_note"]
 
 _NAME = "warmup.json"
+_PLAIN = "Qwen3MoeForCausalLM"
 
 
 @dataclass(frozen=True)
@@ -30,20 +31,22 @@ class Warmup:
     seconds: float
 
 
-def read_note(directory: Path, smoke: Smoke, *, seed: int, tokens: int) -> Warmup | None:
+def read_note(directory: Path, smoke: Smoke, *, seed: int, tokens: int, architecture: str = _PLAIN) -> Warmup | None:
     """The warm-up of the model there; None if there is none, or one that was made otherwise."""
     note = directory / _NAME
     if not note.is_file():
         return None
     found = json.loads(note.read_text(encoding="utf-8"))
-    return Warmup(**found["warmup"]) if found["wanted"] == _wanted(smoke, seed, tokens) else None
+    return Warmup(**found["warmup"]) if found["wanted"] == _wanted(smoke, seed, tokens, architecture) else None
 
 
-def write_note(directory: Path, smoke: Smoke, warmup: Warmup, *, seed: int, tokens: int) -> None:
+def write_note(
+    directory: Path, smoke: Smoke, warmup: Warmup, *, seed: int, tokens: int, architecture: str = _PLAIN
+) -> None:
     """Say that the model there is whole."""
-    text = json.dumps({"wanted": _wanted(smoke, seed, tokens), "warmup": asdict(warmup)}, indent=1)
+    text = json.dumps({"wanted": _wanted(smoke, seed, tokens, architecture), "warmup": asdict(warmup)}, indent=1)
     (directory / _NAME).write_text(text, encoding="utf-8")
 
 
-def _wanted(smoke: Smoke, seed: int, tokens: int) -> dict[str, object]:
-    return {"smoke": smoke.model_dump(mode="json"), "seed": seed, "tokens": tokens}
+def _wanted(smoke: Smoke, seed: int, tokens: int, architecture: str) -> dict[str, object]:
+    return {"smoke": smoke.model_dump(mode="json"), "seed": seed, "tokens": tokens, "architecture": architecture}

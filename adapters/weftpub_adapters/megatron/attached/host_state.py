@@ -74,11 +74,14 @@ class Unit:
         ]
 
     def piece_shape(self, flat: slice) -> tuple[int, ...]:
-        """Shape of the master that holds a flat range."""
+        """Shape of the master that holds a flat range: a vector, or rows of the first dimension. The channels of a
+        convolution ``[channels, 1, kernel]`` are rows, too.
+        """
         count = flat.stop - flat.start
-        if count == self.key.numel():
-            return self.shape
-        return (count,) if len(self.shape) < 2 else (count // (self.key.numel() // self.shape[0]), *self.shape[1:])
+        if len(self.shape) < 2:
+            return (count,) if count < self.key.numel() else self.shape
+        row = self.key.numel() // self.shape[0]
+        return (count // row, row)
 
     def read(self, key: str, shape: torch.Size | tuple[int, ...] | None = None) -> torch.Tensor:
         """The weight ("weight") or a state tensor in host memory: a view of the one master, or a copy of several
