@@ -5,15 +5,18 @@ import os
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from weftpub.errors import ConfigError
 
-__all__ = ["DemoConfig", "Device", "ModelShape", "OptimizerName", "Variant", "shipped_text"]
+__all__ = ["DemoConfig", "Device", "ModelShape", "OptimizerName", "Variant", "require_packages", "shipped_text"]
 
 
 _DAY_S = 86_400.0
+# Module -> distribution, of what the demo runs and the core does without.
+_PACKAGES = {"megatron": "megatron-core", "sglang": "sglang", "transformers": "transformers"}
 
 
 class Variant(StrEnum):
@@ -113,6 +116,21 @@ class DemoConfig:
     def plain(self) -> dict[str, Any]:
         """The settings as JSON-ready values, for the report."""
         return {key: str(value) if isinstance(value, Path) else value for key, value in asdict(self).items()}
+
+
+def require_packages(variant: Variant, optimizer: OptimizerName) -> None:
+    """Raise ConfigError naming what is not installed of the systems that the demo runs; none of them is loaded."""
+    wanted = dict(_PACKAGES)
+    if variant is not Variant.BASELINE:
+        wanted["awex"] = "awex"
+    if optimizer is OptimizerName.MUON:
+        wanted["emerging_optimizers"] = "emerging-optimizers"
+    missing = [distribution for module, distribution in wanted.items() if find_spec(module) is None]
+    if missing:
+        raise ConfigError(
+            f"the demo runs {', '.join(missing)}, which this environment lacks; in a checkout `make demo` or "
+            "`requirements/install.sh .venv run` installs all of it, in releases that work together"
+        )
 
 
 def shipped_text() -> bytes:

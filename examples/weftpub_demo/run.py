@@ -25,7 +25,7 @@ from weftpub.store import check_preset
 from weftpub_demo import cpu_megatron
 from weftpub_demo.checkpoint import read_shape, write_checkpoint
 from weftpub_demo.checks import CheckBook
-from weftpub_demo.config import DemoConfig, Device, ModelShape, Variant, shipped_text
+from weftpub_demo.config import DemoConfig, Device, ModelShape, Variant, require_packages, shipped_text
 from weftpub_demo.corpus import ByteCorpus
 from weftpub_demo.job import Job
 from weftpub_demo.peer import explain
@@ -81,12 +81,17 @@ def run(config: DemoConfig, progress: Progress) -> Report:
     """Run the whole demo and write its report; a run that fails is reported too, with its reason.
 
     Every receiver process that was started has ended when this returns or raises.
+
+    Raises:
+        ConfigError, KernelError: what is asked for cannot be run here. Nothing was started, and the report of an
+            earlier run is still there.
     """
     record = _Record(config)
+    corpus = _prepare(record)
     error: str | None = None
     try:
         with ExitStack() as stack:
-            _steps(record, progress, stack)
+            _steps(record, corpus, progress, stack)
     except Exception as caught:  # whatever ended the run, the report and the last line must say so
         if not isinstance(caught, WeftpubError | KernelError):
             traceback.print_exc()
@@ -97,19 +102,32 @@ def run(config: DemoConfig, progress: Progress) -> Report:
     return report
 
 
-def _steps(record: _Record, progress: Progress, stack: ExitStack) -> None:
-    config, book = record.config, record.book
-    record.device = device = _device(config.device)
+def _prepare(record: _Record) -> ByteCorpus:
+    """Find out now what would fail after the minute that the systems take to load."""
+    config = record.config
+    require_packages(config.variant, config.optimizer)
+    record.device = _device(config.device)
     if config.variant is Variant.FP8:
-        check_preset(config.preset, torch.device(device))  # before the minute that the systems take to load
-    config.work.mkdir(parents=True, exist_ok=True)
+        check_preset(config.preset, torch.device(record.device))
+    record.shape = config.shape if config.model is None else read_shape(config.model)
+    text = shipped_text() if config.text is None else config.text.read_bytes()
+    corpus = ByteCorpus(text, batch=config.batch, sequence=config.sequence, seed=config.seed)
+    try:
+        config.work.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--out {config.out}: {config.work} cannot be made: {error.strerror}; give another one"
+        ) from None
+    return corpus
+
+
+def _steps(record: _Record, corpus: ByteCorpus, progress: Progress, stack: ExitStack) -> None:
+    config, book, device = record.config, record.book, record.device
     model = config.model
     if model is None:
         progress.phase("writing a Qwen3-MoE checkpoint")
         model = write_checkpoint(config.work / "model", config.shape, seed=config.seed)
-    record.shape = shape = read_shape(model)
-    text = shipped_text() if config.text is None else config.text.read_bytes()
-    corpus = ByteCorpus(text, batch=config.batch, sequence=config.sequence, seed=config.seed)
+    shape = read_shape(model)
     receivers = stack.enter_context(
         start_receivers(
             model,

@@ -8,12 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import weftpub_demo.config as demo_config
 import weftpub_demo.run as demo_run
 from weftpub.errors import ConfigError
 from weftpub_demo.checkpoint import hf_config, read_shape, tensor_shapes, write_checkpoint
-from weftpub_demo.config import DemoConfig, Device, ModelShape, shipped_text
+from weftpub_demo.config import DemoConfig, Device, ModelShape, OptimizerName, Variant, require_packages, shipped_text
 from weftpub_demo.corpus import ByteCorpus
 from weftpub_demo.progress import Progress
+from weftpub_kernels import KernelError
 
 SMALL = ModelShape(hidden=128, expert_intermediate=128, heads=2, kv_heads=2, head_dim=64)
 
@@ -134,13 +136,39 @@ def test_settings_that_cannot_work_are_refused(tmp_path: Path, change: dict, mes
     [("nothing", "no preset is named 'nothing'"), ("hf", "may not be published"), ("slime", "runs on a GPU only")],
 )
 def test_a_preset_that_cannot_work_is_refused_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], preset: str, message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: str, message: str
 ) -> None:
-    """The store found it out, after receivers had been started and Megatron-core loaded; later, with a traceback."""
+    """The store found it out, after receivers had been started and Megatron-core loaded; later, with a traceback. And a
+    mistyped preset replaced the report of the good run before it by one of no steps.
+    """
     monkeypatch.setattr(demo_run, "start_receivers", lambda *_, **__: pytest.fail("receivers were started"))
-    monkeypatch.setattr(demo_run, "draw", lambda *_: None)
-    config = DemoConfig(out=tmp_path, preset=preset, device=Device.CPU)
-    report = demo_run.run(config, Progress("", 1))
-    assert not report.ok
-    assert message in report.result
-    assert "Traceback" not in capsys.readouterr().err
+    (tmp_path / "report.json").write_text("of the run before")
+    with pytest.raises((ConfigError, KernelError), match=message):
+        demo_run.run(DemoConfig(out=tmp_path, preset=preset, device=Device.CPU), Progress("", 1))
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+    assert (tmp_path / "report.json").read_text() == "of the run before"
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    """/proc looks writable and is not: the demo ended in three tracebacks."""
+    (tmp_path / "demo-out").touch()
+    with pytest.raises(ConfigError, match=r"--out .*demo-out cannot be made: File exists; give another one"):
+        demo_run.run(DemoConfig(out=tmp_path, device=Device.CPU), Progress("", 1))
+
+
+@pytest.mark.parametrize(
+    ("variant", "optimizer", "missing"),
+    [
+        (Variant.FP8, OptimizerName.MUON, "megatron-core, awex, emerging-optimizers"),
+        (Variant.BASELINE, OptimizerName.ADAMW, "megatron-core"),
+    ],
+)
+def test_an_environment_without_the_systems_is_told_what_it_lacks(
+    monkeypatch: pytest.MonkeyPatch, variant: Variant, optimizer: OptimizerName, missing: str
+) -> None:
+    """`pip install .` brings the command, and no Megatron: `weftpub demo` ended in a ModuleNotFoundError."""
+    require_packages(variant, optimizer)
+    absent = {"megatron", "awex", "emerging_optimizers"}
+    monkeypatch.setattr(demo_config, "find_spec", lambda name: None if name in absent else name)
+    with pytest.raises(ConfigError, match=rf"the demo runs {missing}, which this environment lacks"):
+        require_packages(variant, optimizer)
