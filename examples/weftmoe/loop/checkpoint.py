@@ -14,9 +14,13 @@ import contextlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from weftmoe.loop.ranks import Ranks
 from weftmoe.loop.trainer import MegatronGrpo
@@ -165,7 +169,34 @@ def _load_trainer(trainer: MegatronGrpo, path: Path) -> None:
         with trainer.attachment.loading():
             _read(trainer, path)
     else:
+        _make_state(trainer.optimizer)
         _read(trainer, path)
+
+
+def _make_state(optimizer: Any) -> None:
+    """Let torch's own AdamW be read, which is inside of Megatron's DistributedOptimizer where there is no
+    TransformerEngine.
+
+    Megatron asks it for the number of its steps before it has read one, so it makes its state here; all of that is read
+    afterwards. And it looks for that number among what is saved for each parameter, where it never puts it: nothing is
+    found, and nothing set.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = one.optimizer
+        if not isinstance(one, DistributedOptimizer) or not isinstance(inner, torch.optim.AdamW) or inner.state:
+            continue
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter)
+        inner.step()
+        inner.zero_grad()
+        one._set_main_param_and_optimizer_states = partial(_set_all_but_step, one._set_main_param_and_optimizer_states)
+
+
+def _set_all_but_step(set_all: Callable[[Any, dict[str, Any]], None], parameter: Any, tensors: dict[str, Any]) -> None:
+    set_all(parameter, {"step": None, **tensors})
 
 
 def _read(trainer: MegatronGrpo, path: Path) -> None:
