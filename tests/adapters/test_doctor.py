@@ -37,6 +37,7 @@ GOOD = Facts(
         "emerging-optimizers": "0.3.0",
         "megatron-bridge": "0.6.2",
         "torch-memory-saver": "0.0.9.post1",
+        "sglang-kernel": "0.4.5",
     },
     limits=Limits(memlock=None, files=1 << 20, shm=64 * GIB, ptrace_scope=1),
     ram=2000 * GIB,
@@ -93,7 +94,8 @@ def test_a_machine_without_a_gpu(wanted: Wanted, level: str) -> None:
     bare = {"gpus": (), "smi": (), "adapters": {**GOOD.adapters, "transformer-engine": (False, "needs a CUDA GPU")}}
     found = judged(wanted, **bare)
     assert found["gpus"].level == level
-    assert found["transformer-engine"].level == "warn"
+    # It cannot be built there, and nothing asks for it: a warning sent people off to install it.
+    assert found["transformer-engine"].level == "ok"
     assert worst(found.values()) == level
 
 
@@ -152,9 +154,34 @@ def test_roles_with_environments_of_their_own() -> None:
     assert set(levels(Wanted(role="trainer"), adapters=engine_only)) == {"megatron-core", "transformer-engine", "awex"}
 
 
+@pytest.mark.parametrize(
+    ("role", "lacks"),
+    [
+        ("engine", ("emerging-optimizers", "megatron-bridge")),
+        ("trainer", ("torch-memory-saver", "sglang-kernel")),
+    ],
+)
+def test_a_role_is_not_told_to_install_the_other_ones_packages(role: Any, lacks: tuple[str, ...]) -> None:
+    """An engine's environment, which must never hold Megatron, was told to install Megatron-Bridge."""
+    packages = {name: version for name, version in GOOD.packages.items() if name not in lacks}
+    assert levels(Wanted(role=role), packages=packages) == {}
+    assert set(levels(packages=packages)) == set(lacks)
+
+
 def test_packages_outside_of_what_was_tested() -> None:
     assert levels(packages={**GOOD.packages, "transformers": "4.57.0"}) == {"transformers": "warn"}
     assert levels(torch="2.14.1") == {"torch": "warn"}
+
+
+def test_sglangs_kernels_are_looked_for_where_there_is_a_gpu() -> None:
+    """The install page ends with the doctor, which had nothing to say about kernels that were forgotten."""
+    without = {name: version for name, version in GOOD.packages.items() if name != "sglang-kernel"}
+    assert levels(packages=without) == {"sglang-kernel": "warn"}
+    assert "sglang-kernel==0.4.5" in judged(packages=without)["sglang-kernel"].remedy
+    assert "sglang-kernel" not in judged(gpus=(), smi=(), packages=without)
+
+
+def test_deepep_is_the_baselines() -> None:
     assert levels(Wanted(variant="baseline")) == {"deep-ep": "warn"}
 
 

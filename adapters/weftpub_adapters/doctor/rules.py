@@ -25,7 +25,11 @@ _TESTED = {
     "megatron-bridge": "0.6.2",
     "torch-memory-saver": "0.0.9.post1",
 }
-_TRAINER = ("megatron-core", "transformer-engine", "awex")
+# Whose they are, where trainer and engine have environments of their own; what neither names is for both.
+_TRAINER = ("megatron-core", "transformer-engine", "awex", "emerging-optimizers", "megatron-bridge")
+_ENGINE = ("sglang", "torch-memory-saver")
+# SGLang's kernels, built for the tested torch.
+_KERNELS = "0.4.5"
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,7 @@ def _gpus(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
     if not count:
         needed = wanted.need_gpu or bool(wanted.gpus)
         expected = f"{wanted.gpus} GPU(s)" if wanted.gpus else "a Hopper GPU"
-        remedy = "use a machine with GPUs, or --smoke, which runs on the CPU"
+        remedy = "real runs need a machine with GPUs; the demo and weftmoe's --smoke work without"
         yield Finding("gpus", "fail" if needed else "warn", "none: CPU only", expected, remedy)
         return
     if wanted.gpus and count < wanted.gpus:
@@ -170,19 +174,21 @@ def _sharing(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
 
 
 def _packages(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
+    others = {"all": (), "trainer": _ENGINE, "engine": _TRAINER}[wanted.role]
     for name, (fits, words) in facts.adapters.items():
-        other_role = (name in _TRAINER) == (wanted.role == "engine")
-        if wanted.role != "all" and other_role:
+        if name in others:
             continue
         if fits:
             yield Finding(name, "ok", words, "a supported release")
             continue
-        # TransformerEngine is for grouped experts on a GPU; without one, experts are separate modules.
-        optional = name == "transformer-engine" and not facts.gpus
-        yield Finding(
-            name, "warn" if optional else "fail", words, "a supported release", "see docs/reference/versions.md"
-        )
+        # TransformerEngine is for grouped experts on a GPU; without one it cannot even be built.
+        if name == "transformer-engine" and not facts.gpus:
+            yield Finding(name, "ok", "none, and none is needed without a GPU", "a supported release on a GPU")
+            continue
+        yield Finding(name, "fail", words, "a supported release", "see docs/reference/versions.md")
     for name, tested in _TESTED.items():
+        if name in others:
+            continue
         found = facts.packages.get(name)
         level = "ok" if found == tested else "warn"
         remedy = "" if level == "ok" else f"install {name}=={tested}; others were not tested"
@@ -191,6 +197,11 @@ def _packages(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
 
 
 def _optional(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
+    if facts.gpus and wanted.role != "trainer":
+        found = facts.packages.get("sglang-kernel")
+        remedy = f"pip install --no-deps sglang-kernel=={_KERNELS}: SGLang's kernels, built for torch {_TESTED_TORCH}"
+        level: Level = "ok" if found == _KERNELS else "warn"
+        yield Finding("sglang-kernel", level, found or "not installed", _KERNELS, "" if level == "ok" else remedy)
     if wanted.variant == "baseline" and facts.gpus:
         found = facts.packages.get("deep-ep")
         remedy = "" if found else "install DeepEP for this torch and CUDA, or add train.dispatcher=alltoall"
@@ -265,5 +276,5 @@ def _port(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
     if facts.port is None:
         return
     number, free = facts.port
-    remedy = "" if free else "another process listens there: choose another --port"
+    remedy = "" if free else "another process listens there: end it, or use another port"
     yield Finding(f"port {number}", "ok" if free else "fail", "free" if free else "taken", "free", remedy)
