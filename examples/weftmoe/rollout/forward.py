@@ -188,16 +188,14 @@ class Decoder:
         return result
 
 
-def live_tensor(model: Any, config: Mapping[str, Any], name: str) -> torch.Tensor:
-    """Where a Hugging Face tensor of a whole BF16 model lies in SGLang's parameters, which join several of them.
+def live_tensor(model: Any, config: Mapping[str, Any], name: str) -> torch.Tensor | None:
+    """Where a Hugging Face tensor of a whole BF16 model lies in SGLang's parameters, which join several of them; None
+    where that is not known here.
 
     Args:
         model: SGLang's, of one rank.
         config: its config.json.
         name: such as ``model.layers.0.mlp.experts.3.up_proj.weight``.
-
-    Raises:
-        ConfigError: there is no such place.
     """
     live = dict(model.named_parameters())
     before, _, rest = name.partition(".mlp.experts.")
@@ -205,17 +203,18 @@ def live_tensor(model: Any, config: Mapping[str, Any], name: str) -> torch.Tenso
     if rest:
         expert, projection, _ = rest.split(".")
         parameter, half = _EXPERT_PARTS[projection]
-        matrix = live[f"{before}.mlp.experts.{parameter}"].data[int(expert)]
-        return matrix if half is None else matrix.chunk(2)[half]
-    if last in _PROJECTIONS:
+        matrices = live.get(f"{before}.mlp.experts.{parameter}")
+        if matrices is None:
+            return None
+        return matrices.data[int(expert)] if half is None else matrices.data[int(expert)].chunk(2)[half]
+    if last in _PROJECTIONS and f"{parent}.qkv_proj.weight" in live:
         heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
         dim = config.get("head_dim") or config["hidden_size"] // heads
-        parts = live[f"{parent}.qkv_proj.weight"].data.split([heads * dim, kv_heads * dim, kv_heads * dim])
-        return parts[_PROJECTIONS.index(last)]
+        sizes = [heads * dim, kv_heads * dim, kv_heads * dim]
+        joined = live[f"{parent}.qkv_proj.weight"].data
+        return joined.split(sizes)[_PROJECTIONS.index(last)] if len(joined) == sum(sizes) else None
     if name not in live:
-        raise ConfigError(
-            f"{name}: this model has no parameter of that name, and none that it is known to be a part of"
-        )
+        return None
     tensor = live[name].data
     # Rows of the vocabulary are padded.
     return tensor[: config["vocab_size"]] if last in ("embed_tokens", "lm_head") else tensor

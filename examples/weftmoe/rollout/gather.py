@@ -12,13 +12,14 @@ exchange before all have said that they can, and an error on one is raised on al
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
 import torch
 
-from weftpub.errors import DeadlineError, PlanError
+from weftpub.canonical import ModelFamily
+from weftpub.errors import ConfigError, DeadlineError, PlanError
 from weftpub.plan import Shard, torch_dtype
 from weftpub.publisher import RankGroup
 from weftpub.publisher.agreement import agree
@@ -33,11 +34,14 @@ _UNFINISHED = "that rank has died, or waits elsewhere; its own error says more"
 
 @dataclass(frozen=True)
 class Box:
-    """A part of a tensor that one rank sends: `start` and `shape` in the whole tensor, `holders` all ranks with it."""
+    """A part of a tensor that one rank sends: `start` and `shape` in the whole tensor, `holders` all ranks with it,
+    `source` the canonical tensor that they hold it as.
+    """
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
     holders: tuple[int, ...]
+    source: str
 
     @property
     def owner(self) -> int:
@@ -53,7 +57,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Whole:
-    """A canonical tensor in its bucket, from byte `start` on."""
+    """A checkpoint's tensor in its bucket, from byte `start` on."""
 
     name: str
     dtype: torch.dtype
@@ -83,20 +87,23 @@ class Bucket:
         return [(whole.name, whole.of(buffer)) for whole in self.tensors]
 
 
-def make_buckets(shards: Iterable[Shard], *, most: int) -> tuple[Bucket, ...]:
+def make_buckets(shards: Iterable[Shard], *, most: int, family: ModelFamily | None = None) -> tuple[Bucket, ...]:
     """Deal the tensors that `shards` are parts of into buckets; the order of the shards does not matter.
 
     Args:
-        shards: of all ranks.
+        shards: of all ranks, by canonical name.
         most: bytes of a bucket; a tensor that is larger travels alone.
+        family: says what a checkpoint calls them, and which it joins; None if it has them as they are.
 
     Raises:
         PlanError: shards of a tensor disagree about it, overlap, or leave elements out; names the tensor.
+        ConfigError: a tensor that a checkpoint joins lacks one of its parts.
     """
     by_name: dict[str, list[Shard]] = {}
     for shard in shards:
         by_name.setdefault(shard.name, []).append(shard)
-    wholes = [_whole(name, parts) for name, parts in by_name.items()]
+    canonical = {name: _whole(name, parts) for name, parts in by_name.items()}
+    wholes = list(canonical.values()) if family is None else _named_as_in_checkpoints(canonical, family)
     # What one rank sends lies side by side, and is one exchange.
     wholes.sort(key=lambda whole: (whole.boxes[0].owner, len(whole.boxes), whole.name))
     return tuple(_dealt(wholes, most))
@@ -239,7 +246,7 @@ class BucketGather:
             for box in whole.boxes:
                 if mine in box.holders and not _same(box.of(view), _source(sources, whole, box, mine)):
                     raise PlanError(
-                        f"{whole.name}: rank {mine} holds other bytes at {list(box.start)} than rank {box.owner} sent "
+                        f"{box.source}: rank {mine} holds other bytes at {list(box.start)} than rank {box.owner} sent "
                         "for all; replicas of a tensor have grown apart"
                     )
         return checksum(buffer)
@@ -254,9 +261,37 @@ def _whole(name: str, shards: Sequence[Shard]) -> Whole:
     holders: dict[tuple[tuple[int, ...], tuple[int, ...]], set[int]] = {}
     for shard in shards:
         holders.setdefault(shard.box, set()).add(shard.rank)
-    boxes = tuple(Box(start, extent, tuple(sorted(ranks))) for (start, extent), ranks in sorted(holders.items()))
+    boxes = tuple(Box(start, extent, tuple(sorted(ranks)), name) for (start, extent), ranks in sorted(holders.items()))
     _check_cover(name, shape, boxes)
     return Whole(name, torch_dtype(dtype), shape, 0, boxes)
+
+
+def _named_as_in_checkpoints(canonical: Mapping[str, Whole], family: ModelFamily) -> list[Whole]:
+    """The same under the names of a checkpoint, and joined where it joins them: rows below rows."""
+    waiting, made = dict(canonical), []
+    for name in canonical:
+        for joined, parts in family.joined.items():
+            prefix = name.removesuffix(parts[0])
+            if prefix != name and prefix.endswith("."):
+                missing = [part for part in parts if prefix + part not in waiting]
+                if missing:
+                    raise ConfigError(f"{prefix}{joined}: the trainer has no {missing}, which are parts of it")
+                rows = [waiting.pop(prefix + part) for part in parts]
+                made.append(_joined(family.to_checkpoint(prefix + joined), rows))
+    for whole in waiting.values():
+        made.append(replace(whole, name=family.to_checkpoint(whole.name)))
+    return made
+
+
+def _joined(name: str, rows: Sequence[Whole]) -> Whole:
+    kinds = {(whole.dtype, whole.shape[1:]) for whole in rows}
+    if len(kinds) > 1:
+        raise PlanError(f"{name}: its parts {[whole.name for whole in rows]} differ in more than their rows")
+    boxes, first = [], 0
+    for whole in rows:
+        boxes += [replace(box, start=(box.start[0] + first, *box.start[1:])) for box in whole.boxes]
+        first += whole.shape[0]
+    return Whole(name, rows[0].dtype, (first, *rows[0].shape[1:]), 0, tuple(boxes))
 
 
 def _check_cover(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
@@ -289,7 +324,7 @@ def _dealt(wholes: Iterable[Whole], most: int) -> Iterator[Bucket]:
         if placed and start + whole.nbytes > most:
             yield Bucket(end, tuple(placed))
             placed, start = [], 0
-        placed.append(Whole(whole.name, whole.dtype, whole.shape, start, whole.boxes))
+        placed.append(replace(whole, start=start))
         end = start + whole.nbytes
     if placed:
         yield Bucket(end, tuple(placed))
@@ -322,11 +357,11 @@ def _spans(
 
 
 def _source(sources: Mapping[str, torch.Tensor], whole: Whole, box: Box, rank: int) -> torch.Tensor:
-    found = sources.get(whole.name)
+    found = sources.get(box.source)
     if found is None or tuple(found.shape) != box.shape or found.dtype != whole.dtype:
         what = "nothing" if found is None else f"{found.dtype} {list(found.shape)}"
         raise PlanError(
-            f"{whole.name}: rank {rank} was to hold {whole.dtype} {list(box.shape)} of it and has {what}; was the "
+            f"{box.source}: rank {rank} was to hold {whole.dtype} {list(box.shape)} of it and has {what}; was the "
             "model changed after the start?"
         )
     return found

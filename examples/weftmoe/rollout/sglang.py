@@ -26,6 +26,7 @@ from weftmoe.rollout.gather import BucketGather, make_buckets
 from weftmoe.rollout.served_config import served_config
 from weftmoe.schema import Settings
 from weftmoe.telemetry.record import ByteCheck
+from weftpub.canonical import ModelFamily, family_of
 from weftpub.channel import Deadlines
 from weftpub.errors import ConfigError, StateError
 from weftpub.publisher import Publisher, RankGroup, SoloGroup, TorchGroup
@@ -83,6 +84,10 @@ class SglangRollout:
         self._version = -1
 
     @property
+    def _family(self) -> ModelFamily:
+        return family_of(self._settings.model.architecture)
+
+    @property
     def _native(self) -> bool:
         return self._settings.publish.path == "native"
 
@@ -120,9 +125,9 @@ class SglangRollout:
         """Plan from what the engine said about itself before its memory was released; or say which buckets travel."""
         if self._publisher is not None:
             self._publisher.set_plan(plan_for(self._descriptions))
-        elif self._ranks.world > 1:
+        elif self._ranks.world > 1 or self._family.joined:
             publish = self._settings.publish
-            buckets = make_buckets(shards_for(), most=publish.bucket_mib << 20)
+            buckets = make_buckets(shards_for(), most=publish.bucket_mib << 20, family=self._family)
             device = torch.device("cuda", torch.cuda.current_device())
             self._gather = BucketGather(buckets, self._group(), device, seconds=publish.deadline)
 

@@ -9,6 +9,7 @@ loader. Unlike there all bytes are compared: what each rank holds with what it g
 other, and what was loaded with the live parameters.
 """
 
+import json
 import os
 import sys
 import tempfile
@@ -26,6 +27,7 @@ from weftmoe.rollout.base import PlanFor, Published, Request, Sample, ShardsFor,
 from weftmoe.rollout.checks import byte_check
 from weftmoe.rollout.gather import Bucket, BucketGather, make_buckets
 from weftmoe.telemetry.record import ByteCheck
+from weftpub.canonical import family_of
 from weftpub.channel import Deadlines, unix_address
 from weftpub.errors import StateError
 from weftpub.publisher import Peer, Publisher, RankGroup, SoloGroup, TorchGroup
@@ -141,7 +143,9 @@ class TorchRollout:
         address = self._ranks.broadcast(address)
         group: RankGroup = SoloGroup() if self._ranks.world == 1 else TorchGroup(run_id=settings.run_id)
         if address is None:
-            buckets = make_buckets(shards_for(), most=settings.bucket_bytes)
+            config = json.loads((settings.model / "config.json").read_text(encoding="utf-8"))
+            family = family_of(config["architectures"][0])
+            buckets = make_buckets(shards_for(), most=settings.bucket_bytes, family=family)
             device, seconds = torch.device("cpu"), settings.publish_s
             self._gather = BucketGather(buckets, group, device, seconds=seconds, verify=True)
             return

@@ -98,7 +98,8 @@ class SamplerRank:
         return {}
 
     def load(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Let SGLang's own loader read a file of some tensors, and compare the live parameters with it.
+        """Let SGLang's own loader read a file of some tensors, and compare them with the live parameters, as far as it
+        is known which of them they are.
 
         Raises:
             StateError: a parameter has other bytes afterwards.
@@ -108,14 +109,15 @@ class SamplerRank:
         served, tensors = self.engine.served, load_file(request["file"])
         with served.active(), torch.no_grad():
             served.model.load_weights(iter(tensors.items()))
-        live = {name: live_tensor(served.model, served.hf_config, name) for name in tensors}
-        wrong = [name for name, tensor in tensors.items() if not torch.equal(live[name], tensor)]
+        places = {name: live_tensor(served.model, served.hf_config, name) for name in tensors}
+        live = {name: place for name, place in places.items() if place is not None}
+        wrong = [name for name, place in live.items() if not torch.equal(place, tensors[name])]
         if wrong:
             raise StateError(
-                f"SGLang's loader left other bytes in {len(wrong)} of {len(tensors)} tensors than it was given: "
+                f"SGLang's loader left other bytes in {len(wrong)} of {len(live)} tensors than it was given: "
                 f"{sorted(wrong)[:4]}"
             )
-        return {"pieces": len(tensors), "bytes": sum(tensor.nbytes for tensor in tensors.values())}
+        return {"pieces": len(live), "bytes": sum(place.nbytes for place in live.values())}
 
     def commit(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Serve what was loaded as a version.
