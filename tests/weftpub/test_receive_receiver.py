@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
@@ -15,9 +16,10 @@ import weftpub.wire.messages as m
 from weftpub.errors import ChecksumError, ManifestError, PlanError, StateError, TornError, TransportError
 from weftpub.plan import ViewSpec, cut_pieces, dtype_name
 from weftpub.receive import Receiver
+from weftpub.receive import reception as reception_module
 from weftpub.receive.reception import Reception
 from weftpub.receive.server import answer_to
-from weftpub.transport import CopyTable, FlatTensors, InProcessSend, RegionTable, narrow_view
+from weftpub.transport import CopyTable, FlatTensors, InProcessReceive, InProcessSend, RegionTable, narrow_view
 from weftpub.version import EngineState as S
 from weftpub.wire import local_identity
 from weftpub.wire.manifest import Manifest, pack_checksums
@@ -466,6 +468,21 @@ def test_memory_that_is_shown_is_post_processed_behind_while_it_is_copied(receiv
     receiving.engine.fail_in.clear()
     receiving.publish(2, nonce="d" * 16)
     assert_serves(receiving.engine, 2)
+
+
+@pytest.mark.parametrize("fault", ["", "no kernel image"])
+def test_shown_memory_is_let_go_of_when_its_copies_have_ended(
+    receiving: Driver, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Its owner may free it then: whatever the engine does, or fails to do, while the device still copies."""
+    log = receiving.engine.calls
+    event = SimpleNamespace(synchronize=lambda: log.append("copied"))
+    monkeypatch.setattr(reception_module, "enqueued", lambda _: log.append("enqueued") or [event])
+    monkeypatch.setattr(InProcessReceive, "done", lambda *_: log.append("let go"))
+    if fault:
+        receiving.engine.fail_in["post_process"] = fault
+    receiving.show()
+    assert log[-4:] == ["enqueued", "post_process", "copied", "let go"]
 
 
 @delivery
