@@ -64,7 +64,7 @@ esac
 shift
 
 launch=("$variant")
-doctor=(--variant "$variant" --out runs/weftmoe --gpus 8)
+doctor=(--variant "$variant" --out runs/weftmoe)
 check=1
 starts=1
 gpus_given=0
@@ -82,7 +82,7 @@ while (($#)); do
           doctor+=(--gpus "$2")
           gpus_given=1
           ;;
-        --nodes | --out) doctor+=("$1" "$2") ;;
+        --nodes | --out | --model) doctor+=("$1" "$2") ;;
       esac
       shift 2
       ;;
@@ -144,8 +144,8 @@ while (($#)); do
     *) fail_usage "unknown option '$1'" ;;
   esac
 done
-if ((smoke && !gpus_given)); then
-  doctor+=(--gpus 0) # whatever is there
+if ((!smoke && !gpus_given)); then
+  doctor+=(--gpus 8) # the smoke takes whatever is there
 fi
 
 # Nothing has been started that could save.

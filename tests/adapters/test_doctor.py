@@ -10,7 +10,7 @@ import torch
 
 from weftpub import cli
 from weftpub_adapters.doctor import Facts, Finding, Gpu, Wanted, gather, judge, worst
-from weftpub_adapters.doctor.command import doctor
+from weftpub_adapters.doctor.command import _has_delta_nets, doctor
 from weftpub_adapters.doctor.cudnn import Cudnn, find_cudnns, folder_and_major
 from weftpub_adapters.doctor.environment import environment_findings
 from weftpub_adapters.doctor.facts import Limits, Smi, read_smi
@@ -186,6 +186,23 @@ def test_deepep_is_the_baselines() -> None:
 
 
 TORCHS, SYSTEMS = Cudnn("9.19.0", "/venv/nvidia/cudnn/lib"), Cudnn("9.21.0", "/lib/x86_64-linux-gnu")
+
+
+def test_gated_delta_nets_need_their_kernels_on_a_gpu() -> None:
+    """The trainer's; SGLang brings its own, and without a GPU plain torch computes them."""
+    with_kernels = {**GOOD.packages, "flash-linear-attention": "0.5.0"}
+    assert levels(Wanted(delta_nets=True)) == {"flash-linear-attention": "fail"}
+    assert levels(Wanted(delta_nets=True), packages=with_kernels) == {}
+    assert "flash-linear-attention" not in judged(Wanted(delta_nets=False))
+    assert "flash-linear-attention" not in judged(Wanted(delta_nets=True, role="engine"))
+    assert "flash-linear-attention" not in judged(Wanted(delta_nets=True), gpus=(), smi=())
+
+
+@pytest.mark.parametrize(
+    ("model", "found"), [("Qwen/Qwen3.5-35B-A3B-Base", True), ("qwen3-30b-a3b", False), ("./none", None), (None, None)]
+)
+def test_a_model_says_whether_it_has_gated_delta_nets(model: str | None, found: bool | None) -> None:
+    assert _has_delta_nets(model) is found
 
 
 def test_two_cudnns_that_do_not_fit_together() -> None:

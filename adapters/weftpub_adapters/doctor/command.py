@@ -37,6 +37,9 @@ def doctor(
     host_memory: Annotated[float, typer.Option(help="GiB of host memory that the run pins here.", min=0.0)] = 0.0,
     disk: Annotated[float, typer.Option(help="GiB that the run writes.", min=0.0)] = 20.0,
     port: Annotated[int | None, typer.Option(help="TCP port that the run listens on here.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Checkpoint, or name of a known model: what its layers need is looked at, too.")
+    ] = None,
     need_gpu: Annotated[bool, typer.Option(help="A missing GPU is a failure.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
@@ -54,6 +57,7 @@ def doctor(
         host_bytes=int(host_memory * GIB),
         disk_bytes=int(disk * GIB),
         need_gpu=need_gpu,
+        delta_nets=_has_delta_nets(model),
     )
     findings = judge(gather(out, os.environ, port), wanted)
     level = worst(findings)
@@ -62,6 +66,17 @@ def doctor(
     else:
         _print(findings, level)
     raise typer.Exit(1 if level == "fail" else 0)
+
+
+def _has_delta_nets(model: str | None) -> bool | None:
+    """None for a model that nothing is known of: the run itself says what is wrong with its name."""
+    from weftpub.budget import load_shape
+    from weftpub.errors import ConfigError
+
+    try:
+        return None if model is None else load_shape(model).linear is not None
+    except ConfigError:
+        return None
 
 
 def _print(findings: "list[Finding]", level: str) -> None:

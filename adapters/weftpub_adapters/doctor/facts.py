@@ -32,6 +32,7 @@ PACKAGES = (
     "torch-memory-saver",
     "sglang-kernel",
     "deep-ep",
+    "flash-linear-attention",
     "math-verify",
     "pyarrow",
 )

@@ -43,6 +43,7 @@ class Wanted:
         role: whose packages are needed here: trainer and engine may live in two environments.
         host_bytes, disk_bytes: memory and space that the run needs on this node.
         need_gpu: whether a missing GPU is a failure.
+        delta_nets: whether the model has gated delta nets (Qwen3.5); None does not say.
     """
 
     variant: Literal["baseline", "bf16", "fp8"] | None = None
@@ -52,11 +53,13 @@ class Wanted:
     host_bytes: int = 0
     disk_bytes: int = 20 * GIB
     need_gpu: bool = False
+    delta_nets: bool | None = None
 
 
 def judge(facts: Facts, wanted: Wanted) -> list[Finding]:
     """All findings, in the order in which a person would fix them."""
-    subjects = (_python, _torch, _gpus, _smi, _peers, _sharing, _packages, _cudnn, _limits, _memory, _disk, _port)
+    machine = (_python, _torch, _gpus, _smi, _peers, _sharing)
+    subjects = (*machine, _packages, _delta_nets, _cudnn, _limits, _memory, _disk, _port)
     findings = [finding for subject in subjects for finding in subject(facts, wanted)]
     return findings + list(environment_findings(facts.environment, wanted.variant, gpu=bool(facts.gpus)))
 
@@ -206,6 +209,17 @@ def _optional(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
         found = facts.packages.get("deep-ep")
         remedy = "" if found else "install DeepEP for this torch and CUDA, or add train.dispatcher=alltoall"
         yield Finding("deep-ep", "ok" if found else "warn", found or "not installed", "for the flex dispatcher", remedy)
+
+
+def _delta_nets(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
+    """Megatron-core has no kernels of its own for them; SGLang brings its own."""
+    if not wanted.delta_nets or not facts.gpus or wanted.role == "engine":
+        return
+    found = facts.packages.get("flash-linear-attention")
+    remedy = "" if found else "pip install flash-linear-attention: Megatron-core computes Qwen3.5's delta nets with it"
+    yield Finding(
+        "flash-linear-attention", "ok" if found else "fail", found or "not installed", "for gated delta nets", remedy
+    )
 
 
 def _cudnn(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
