@@ -6,11 +6,16 @@ last step leave a note in the run's directory, and this process ends with the co
 
 The signal is blocked in this process and in everything that it starts, from the first moment on: it waits for a rank
 that still loads its modules, and cannot end anybody who does not know it.
+
+Torchrun ends a failed or interrupted run with tracebacks of itself, below which nobody finds what a rank said, and
+leaves a folder for logs that it was never asked to write. Here one line says which rank ended and how, and the folder
+goes.
 """
 
 import os
 import signal
 import sys
+import tempfile
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -31,9 +36,21 @@ def main(arguments: list[str]) -> int:
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {NOTICE})
     threading.Thread(target=_pass_on, name="notice", daemon=True).start()
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    torchrun(arguments)
+    try:
+        with tempfile.TemporaryDirectory(prefix="weftmoe-ranks-") as logs:
+            torchrun([f"--log-dir={logs}", *arguments])
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        how = f"with exit code {failure.exitcode}" if failure.exitcode > 0 else f"by {failure.signal_name()}"
+        print(f"weftmoe: rank {rank} was the first to end, {how}; what it said stands above", file=sys.stderr)
+        return 1
+    except SignalException as error:
+        print(f"weftmoe: ended by {error.sigval.name}, with all ranks", file=sys.stderr)
+        return 128 + error.sigval
     return EXIT_AGAIN if stopped_path(Path(arguments[-1]).parent).exists() else 0
 
 

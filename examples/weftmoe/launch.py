@@ -9,13 +9,14 @@ import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
 from weftmoe import settings as composed
-from weftmoe.data.prompts import names_a_path
+from weftmoe.data.prompts import MADE, names_a_path
 from weftmoe.env import ROLES, changed, role_environment
 from weftmoe.loop.stop import NOTICE
 from weftmoe.rundir import claim, settings_path
@@ -72,6 +73,7 @@ def launch(
         for name, (theirs, ours) in changed(settings, role, os.environ).items():
             print(f"weftmoe: {name}={theirs!r} of this shell gives way to roles.{role}.env: {ours!r}", flush=True)
     if dry_run:
+        _warn_of_refusal(settings)
         print(" ".join(command))
         return
     require_driven(settings)
@@ -234,12 +236,27 @@ def _check_sharing(settings: Settings) -> None:
         raise ConfigError(f"publish.experts='shared': {obstacle}. Set publish.experts='copy'")
 
 
+def _warn_of_refusal(settings: Settings) -> None:
+    try:
+        require_driven(settings)
+    except WeftpubError as error:
+        print(f"weftmoe: a start would be refused: {error}", file=sys.stderr, flush=True)
+
+
 def _check_data(settings: Settings) -> None:
     """Refuse a missing file now: the ranks would find out after the model was made."""
     path = settings.data.path
-    if names_a_path(path) and not Path(path).exists():
+    if settings.smoke.enabled and path == MADE:
+        return
+    if names_a_path(path):
+        if not Path(path).exists():
+            raise ConfigError(
+                f"data.path={path}: there is no such file; give DAPO-Math-17k's parquet file or a data set's name"
+            )
+    elif find_spec("datasets") is None:
         raise ConfigError(
-            f"data.path={path}: there is no such file; give DAPO-Math-17k's parquet file or a data set's name"
+            f"data.path={path}: no file, and loading it by name needs the datasets package; install datasets, or give "
+            "the file with --data"
         )
 
 

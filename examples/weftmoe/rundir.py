@@ -62,7 +62,7 @@ def claim(settings: Settings, node_rank: int = 0) -> int | None:
         The lock's file descriptor, on node 0.
 
     Raises:
-        ConfigError: it cannot be made, another run has it, or what it holds was begun with other settings.
+        ConfigError: it cannot be made or written, another run has it, or what it holds was begun with other settings.
     """
     try:
         settings.out.mkdir(parents=True, exist_ok=True)
@@ -107,7 +107,10 @@ def _require_same(settings: Settings, path: Path) -> None:
 
 
 def _lock(path: Path) -> int:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; choose another --out") from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

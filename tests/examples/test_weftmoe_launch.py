@@ -115,6 +115,9 @@ def test_what_the_loop_does_not_drive_is_planned_and_not_started(
     arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert run("fp8", *arguments, "--dry-run") == 0
+    said = capsys.readouterr().err
+    assert said.startswith("weftmoe: a start would be refused: ")
+    assert message in said
     assert run("fp8", *arguments, "--out", str(tmp_path / "run")) == 1
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
@@ -126,6 +129,8 @@ def test_what_the_loop_does_not_drive_is_planned_and_not_started(
         (("--data", "none.parquet"), "data.path=none.parquet: there is no such file"),
         (("--out", "file/run"), "out=file/run cannot be made: Not a directory; choose another --out"),
         (("--out", "file"), "out=file cannot be made: File exists"),
+        (("--data", "/nowhere/dapo-math.json"), "data.path=/nowhere/dapo-math.json: there is no such file"),
+        (("--data", "some/name"), "data.path=some/name: no file, and loading it by name needs the datasets package"),
     ],
 )
 def test_paths_that_cannot_be_are_named_before_anything_starts(
@@ -136,6 +141,7 @@ def test_paths_that_cannot_be_are_named_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "datasets", None)  # as where it is not installed
     (tmp_path / "file").touch()
     assert run("fp8", "--smoke", "--gpus", "0", *arguments) == 1
     assert message in " ".join(capsys.readouterr().err.split())
@@ -146,7 +152,7 @@ def test_a_machine_with_too_little_host_memory_is_told_so(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("weftpub_adapters.doctor.facts.host_memory", lambda: (64 << 30, 60 << 30))
-    assert run("fp8", "--out", str(tmp_path / "run")) == 1
+    assert run("fp8", "--data", __file__, "--out", str(tmp_path / "run")) == 1
     assert "pins 310 GiB of host memory here and 60 are free" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
@@ -288,6 +294,13 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
     again = claim(settings)
     assert again is not None
     os.close(again)
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    """One that was there already, and belonged to somebody else, ended the start in a traceback."""
+    (tmp_path / "run.lock").mkdir()
+    with pytest.raises(ConfigError, match=r"run\.lock cannot be written: Is a directory; choose another --out"):
+        claim(composed.load("fp8", smoke="cpu", overrides=[f"out={tmp_path}"]))
 
 
 def test_a_run_is_resumed_as_what_it_was_begun(tmp_path: Path) -> None:
@@ -454,8 +467,13 @@ def test_the_machine_is_checked_for_what_overrides_say(fake: Path) -> None:
 
 
 def test_the_smoke_takes_whatever_is_there(fake: Path) -> None:
+    """The doctor was asked for no GPU, and did not look at the one that the smoke then took."""
     assert finish(script(fake, "fp8", "--smoke"))[0] == 0
-    assert calls(fake)[0].endswith("--gpus 0")
+    assert "--gpus" not in calls(fake)[0]
+    assert finish(script(fake, "fp8", "--smoke", "--gpus", "1"))[0] == 0
+    assert calls(fake)[2].endswith("--gpus 1")
+    assert finish(script(fake, "fp8"))[0] == 0
+    assert calls(fake)[4].endswith("--gpus 8")
 
 
 def test_a_sick_machine_starts_nothing(fake: Path) -> None:
@@ -688,6 +706,54 @@ def test_the_agent_tells_all_ranks_and_says_that_they_stopped(tmp_path: Path, to
     code, out = finish(agent)
     assert code == (75 if told else 0), out
     assert len(list(tmp_path.glob("rank-?"))) == 2
+
+
+BAD_RANK = r"""
+import os, pathlib, signal, sys
+print("weftmoe: ConfigError: the reason", file=sys.stderr, flush=True)
+if "waits" in sys.argv:
+    (pathlib.Path(__file__).parent / "ready").touch()
+    signal.pause()
+if os.environ["RANK"] == "1":
+    signal.pause()
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "last"),
+    [
+        ("fails", 1, "weftmoe: rank 0 was the first to end, with exit code 3; what it said stands above"),
+        ("waits", 128 + signal.SIGTERM, "weftmoe: ended by SIGTERM, with all ranks"),
+    ],
+)
+def test_a_run_that_ends_badly_says_so_in_a_line_and_leaves_no_folder(
+    tmp_path: Path, what: str, code: int, last: str
+) -> None:
+    """What a rank had said stood above forty lines of torchrun's tracebacks, which ended with "To enable traceback see
+    ..."; and each start left a folder in /tmp.
+    """
+    folder, script = tmp_path / "tmp", tmp_path / "rank.py"
+    folder.mkdir()
+    script.write_text(BAD_RANK)
+    arguments = ("--standalone", "--nproc-per-node=2", "--max-restarts=0", str(script), what, str(tmp_path / "s.yaml"))
+    agent = subprocess.Popen(
+        [sys.executable, "-m", "weftmoe.agent", *arguments],
+        env={**os.environ, "TMPDIR": str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    if what == "waits":
+        until(lambda: (tmp_path / "ready").exists())
+        agent.send_signal(signal.SIGTERM)
+    found, out = finish(agent)
+    assert found == code, out
+    assert "weftmoe: ConfigError: the reason" in out
+    assert out.splitlines()[-1] == last
+    assert "Traceback" not in out
+    assert list(folder.iterdir()) == []
 
 
 def test_the_launcher_hands_over_a_blocked_signal(monkeypatch: pytest.MonkeyPatch) -> None:

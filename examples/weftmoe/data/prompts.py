@@ -19,7 +19,9 @@ from typing import Any
 
 from weftpub.errors import ConfigError
 
-__all__ = ["Prompt", "PromptSet", "names_a_path", "read_prompts"]
+__all__ = ["MADE", "Prompt", "PromptSet", "names_a_path", "read_prompts"]
+
+MADE = "made"  # what smoke configurations write for a path
 
 _ROWS_AT_ONCE = 4096
 _FILES = (".parquet", ".jsonl")
@@ -82,7 +84,7 @@ class PromptSet:
 
 def names_a_path(source: str) -> bool:
     """Whether a file or directory is meant, there or not, and no data set's name."""
-    return Path(source).suffix in _FILES or Path(source).exists()
+    return Path(source).suffix in _FILES or source.startswith(("/", ".", "~")) or Path(source).exists()
 
 
 def read_prompts(source: str | Path) -> PromptSet:

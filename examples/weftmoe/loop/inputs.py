@@ -9,14 +9,12 @@ from typing import Any
 import torch
 
 from weftmoe.data import read_prompts, write_arithmetic
-from weftmoe.data.prompts import PromptSet, names_a_path
+from weftmoe.data.prompts import MADE, PromptSet, names_a_path
 from weftmoe.schema import Settings
 from weftmoe.smoke import make_model_apart
 from weftpub.errors import ConfigError
 
 __all__ = ["MADE", "Inputs", "find_inputs"]
-
-MADE = "made"  # what smoke configurations write for a path
 
 
 @dataclass(frozen=True)
