@@ -150,27 +150,17 @@ def require_driven(settings: Settings) -> None:
     """Refuse, before an engine is started, what the loop does not drive.
 
     Raises:
-        ConfigError: a model that the trainer does not build, several machines or engines, or the baseline on several
-            ranks.
+        ConfigError: several machines or engines, or no kernels for a model's gated delta nets.
     """
-    # Loads torch; printing and planning need not wait for it.
-    from weftpub_adapters.megatron.fields import ARCHITECTURE
+    if settings.cluster.gpus and settings.model.architecture != "Qwen3MoeForCausalLM":
+        # Loads torch; printing and planning need not wait for it.
+        from weftpub_adapters.megatron import require_delta_net_kernels
 
-    if settings.model.architecture != ARCHITECTURE:
-        raise ConfigError(
-            f"model.architecture={settings.model.architecture!r}: this configuration can be printed and planned, but "
-            f"the loop builds {ARCHITECTURE} only; choose such a checkpoint"
-        )
+        require_delta_net_kernels()
     if settings.cluster.nodes > 1 or settings.rollout.engines > 1:
         raise ConfigError(
             f"cluster.nodes={settings.cluster.nodes}, rollout.engines={settings.rollout.engines}: the loop drives one "
             "engine on one machine; set both to 1"
-        )
-    if settings.publish.path == "native" and settings.cluster.world > 1:
-        # SGLang's tensor update would get one rank's experts, and it refuses attention data parallelism.
-        raise ConfigError(
-            f"publish.path='native' on {settings.cluster.world} ranks: this configuration can be printed and planned, "
-            "but the loop sends the tensors of one rank; run the baseline on one GPU, or variant 'bf16'"
         )
 
 
