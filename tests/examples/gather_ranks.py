@@ -172,7 +172,7 @@ def main() -> int:
                     os._exit(1)
                 os._exit(0)
             children.append(child)
-        if any(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children):
+        if max(abs(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) for child in children):
             return 1
     return 0
 

@@ -1,0 +1,37 @@
+"""A checkpoint goes through Megatron's ranks and comes out of the gather as it was: what the baseline's engine gets, from
+real shards of tensor and expert parallel ranks.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from whole_checkpoint_ranks import CASES
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    script = Path(__file__).with_name("whole_checkpoint_ranks.py")
+    done = subprocess.run([sys.executable, str(script), str(folder)], capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_rank_gathers_the_checkpoint(results: Path, name: str) -> None:
+    """Rows and columns of tensor-parallel ranks, experts of expert-parallel ones, each from one of its holders; a
+    tied head travels too, because SGLang's Qwen3-MoE has one of its own."""
+    case = CASES[name]
+    expected: dict[str, str] = json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
+    if case.tied:
+        expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
+    assert len(set(expected.values())) >= 40, "tensors can be told from each other"
+    for rank in range(case.world):
+        found: dict[str, str] = json.loads((results / f"{name}.{rank}.json").read_text(encoding="utf-8"))
+        assert found.keys() == expected.keys()
+        assert [key for key in expected if found[key] != expected[key]] == []

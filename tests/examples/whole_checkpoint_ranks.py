@@ -1,0 +1,150 @@
+"""Megatron's ranks read a checkpoint, and gather whole tensors again: `python whole_checkpoint_ranks.py OUT`, for
+test_weftmoe_whole_checkpoint.py. Megatron and AWEX are imported once; every rank of every case is a forked process.
+
+OUT/CASE.RANK.json holds by name the sha256 of what a rank has gathered, and OUT/CASE.json that of the checkpoint.
+"""
+
+import hashlib
+import json
+import os
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+WAIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of a world, and what its model is."""
+
+    world: int
+    tensor: int
+    expert: int
+    architecture: str = "Qwen3MoeForCausalLM"
+    tied: bool = False
+    bucket: int = 100_000
+
+
+CASES: dict[str, Case] = {
+    "dp2-ep2": Case(2, 1, 2),
+    "tp2-ep2": Case(2, 2, 2),
+    "tp2-ep2-tied": Case(2, 2, 2, tied=True),
+    "tp2-dp2-ep2": Case(4, 2, 2),
+    "hybrid-tp2-ep2": Case(2, 2, 2, architecture="Qwen3_5MoeForCausalLM"),
+}
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """Of its values: some are published in FP32 that a checkpoint has in BF16."""
+    tensor = tensor.float()
+    return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def make_checkpoint(case: Case, directory: Path) -> dict[str, str]:
+    """Digests of a random checkpoint, by name."""
+    from transformers import AutoModelForCausalLM
+
+    from weftmoe.smoke.model import model_config
+
+    config = model_config(settings_of(case).smoke, 96, case.architecture)
+    config.tie_word_embeddings = case.tied
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").to(torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.randn_like(parameter, dtype=torch.float32))
+            if name.endswith("linear_attn.norm.weight"):  # the trainer keeps it less one in BF16
+                parameter.copy_((parameter * 64).round().abs() / 64)
+    model.save_pretrained(str(directory))
+    found: dict[str, str] = {}
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            found |= {name: digest(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+def settings_of(case: Case) -> Any:
+    from weftmoe import settings as composed
+
+    sizes = ["smoke.hidden=128", "smoke.intermediate=128", "smoke.experts=4", "smoke.heads=4", "smoke.kv_heads=2"]
+    made = composed.load(
+        "baseline", smoke="cpu", overrides=[*sizes, "smoke.head_dim=32", f"cluster.nodes={case.world}"]
+    )
+    # No forward pass is made, so tensor parallel ranks need no sequence parallelism, which torch's norms have not.
+    return made.model_copy(
+        update={"train": made.train.model_copy(update={"tensor": case.tensor, "expert": case.expert})}
+    )
+
+
+def gathered(name: str, case: Case, rank: int, folder: Path) -> dict[str, str]:
+    """Digests of what one rank has gathered, by name."""
+    from weftmoe.loop.model import build_model, initialize
+    from weftmoe.loop.weights import load_hf
+    from weftmoe.rollout.gather import Bucket, BucketGather, make_buckets
+    from weftpub.canonical import family_of
+    from weftpub.publisher import TorchGroup
+    from weftpub_adapters.awex import SourceMapping, trainer_shards
+    from weftpub_adapters.megatron import read_config, read_fields
+
+    store = torch.distributed.FileStore(str(folder / f"{name}.rendezvous"), case.world)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=case.world)
+    settings, device, directory = settings_of(case), torch.device("cpu"), folder / name
+    initialize(settings, device)
+    hf_config = read_config(directory)
+    fields = read_fields(hf_config)
+    model = build_model(settings, fields, device)
+    load_hf(model, directory, fields, grouped=False)
+    buckets = make_buckets(
+        trainer_shards(model, None, hf_config).shards, most=case.bucket, family=family_of(case.architecture)
+    )
+    found: dict[str, str] = {}
+
+    def pack(bucket: Bucket, buffer: torch.Tensor) -> str:
+        found.update((tensor, digest(whole)) for tensor, whole in bucket.named(buffer))
+        return ""
+
+    gather = BucketGather(buckets, TorchGroup(run_id=name), device, seconds=WAIT_S, verify=True)
+    gather.run(SourceMapping(model, None, hf_config).tensors(), pack, lambda _: None, delivery=WAIT_S)
+    torch.distributed.barrier()
+    return found
+
+
+def main() -> int:
+    from weftpub_demo import cpu_megatron
+
+    folder = Path(sys.argv[1])
+    for name, case in CASES.items():
+        expected = make_checkpoint(case, folder / name)
+        (folder / f"{name}.json").write_text(json.dumps(expected), encoding="utf-8")
+    cpu_megatron.install()
+    import awex.meta.train_meta_resolver  # noqa: F401
+    import megatron.core.models.gpt.gpt_model  # noqa: F401
+
+    for name, case in CASES.items():
+        children = []
+        for rank in range(case.world):
+            child = os.fork()
+            if child == 0:
+                try:
+                    found = gathered(name, case, rank, folder)
+                    (folder / f"{name}.{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+                except BaseException:
+                    traceback.print_exc()
+                    os._exit(1)
+                os._exit(0)
+            children.append(child)
+        if max(abs(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) for child in children):
+            print(f"{name}: a rank failed", file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.exit(main())
