@@ -12,10 +12,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from weftmoe.rollout.forward import Cache, Decoder, dequantized, rotate
+from weftmoe.rollout.forward import Cache, Decoder, dequantized, live_tensor, rotate
 
-__all__ = ["HybridCache", "HybridDecoder", "decoder_of"]
+__all__ = ["HybridCache", "HybridDecoder", "decoder_of", "live_place"]
 
+_HYBRID = "linear_num_value_heads"  # a field that only this family's configuration has
 _EPS = 1e-6  # of the length of queries and keys
 
 
@@ -70,7 +71,7 @@ class HybridDecoder(Decoder):
     """The model of one `ServedModel`; used as `Decoder`."""
 
     def __init__(self, served: Any) -> None:
-        config = {**served.hf_config, **(served.hf_config.get("text_config") or {})}
+        config = _text(served.hf_config)
         super().__init__(served, config)
         self._renormalize = True
         rope = config.get("rope_parameters") or {}
@@ -202,8 +203,50 @@ class HybridDecoder(Decoder):
 
 def decoder_of(served: Any) -> Decoder:
     """The forward pass of a `ServedModel`, by its family."""
-    sizes = {**served.hf_config, **(served.hf_config.get("text_config") or {})}
-    return HybridDecoder(served) if "linear_num_value_heads" in sizes else Decoder(served)
+    return HybridDecoder(served) if _HYBRID in _text(served.hf_config) else Decoder(served)
+
+
+def live_place(model: Any, config: Mapping[str, Any], name: str) -> torch.Tensor | None:
+    """As `forward.live_tensor`, for a model of either family: where a checkpoint's tensor lies in SGLang's parameters;
+    None where that is not known here.
+    """
+    text = _text(config)
+    if _HYBRID not in text:
+        return live_tensor(model, config, name)
+    name = name.replace("model.language_model.", "model.", 1).replace(".self_attn.", ".")
+    module, _, last = name.removesuffix(".weight").rpartition(".")
+    place = None if ".mlp.experts." in name else _joined_rows(text).get(last)
+    if place is None:
+        return live_tensor(model, text, name)
+    joined, first, rows = place
+    found = dict(model.named_parameters()).get(f"{module}.{joined}.weight")
+    return None if found is None else found.data.narrow(0, first, rows)
+
+
+def _text(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a config.json that speaks of the language model, with what stands beside it."""
+    return {**config, **(config.get("text_config") or {})}
+
+
+def _joined_rows(text: Mapping[str, Any]) -> dict[str, tuple[str, int, int]]:
+    """Module of a checkpoint to SGLang's, the first of its rows there, and their number."""
+    heads, shared = text["linear_num_value_heads"], text["shared_expert_intermediate_size"]
+    values = heads * text["linear_value_head_dim"]
+    mixed = 2 * text["linear_num_key_heads"] * text["linear_key_head_dim"] + values
+    queries, keys = (
+        text["head_dim"] * count for count in (2 * text["num_attention_heads"], text["num_key_value_heads"])
+    )
+    return {
+        "in_proj_qkv": ("in_proj_qkvz", 0, mixed),
+        "in_proj_z": ("in_proj_qkvz", mixed, values),
+        "in_proj_b": ("in_proj_ba", 0, heads),
+        "in_proj_a": ("in_proj_ba", heads, heads),
+        "q_proj": ("qkv_proj", 0, queries),
+        "k_proj": ("qkv_proj", queries, keys),
+        "v_proj": ("qkv_proj", queries + keys, keys),
+        "gate_proj": ("gate_up_proj", 0, shared),
+        "up_proj": ("gate_up_proj", shared, shared),
+    }
 
 
 def _attention(layer: Any) -> _Attention:

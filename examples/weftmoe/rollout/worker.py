@@ -16,8 +16,7 @@ from typing import Any, Literal
 import torch
 
 from weftmoe.rollout.base import Request
-from weftmoe.rollout.forward import live_tensor
-from weftmoe.rollout.forward_hybrid import decoder_of
+from weftmoe.rollout.forward_hybrid import decoder_of, live_place
 from weftmoe.rollout.sampling import Distribution, draw, score
 from weftmoe.rollout.served_config import served_config
 from weftpub.errors import StateError
@@ -109,7 +108,7 @@ class SamplerRank:
         served, tensors = self.engine.served, load_file(request["file"])
         with served.active(), torch.no_grad():
             served.model.load_weights(iter(tensors.items()))
-        places = {name: live_tensor(served.model, served.hf_config, name) for name in tensors}
+        places = {name: live_place(served.model, served.hf_config, name) for name in tensors}
         live = {name: place for name, place in places.items() if place is not None}
         wrong = [name for name, place in live.items() if not torch.equal(place, tensors[name])]
         if wrong:
