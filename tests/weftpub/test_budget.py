@@ -244,7 +244,7 @@ def test_an_expert_that_tensor_parallel_ranks_would_cut_inside_a_block() -> None
         ({"trainer": Trainer(world=8, expert=4)}, "replicates every expert 2 times.*expert=8"),
         ({"trainer": Trainer(world=8, expert=4, expert_tensor=2)}, "splits experts; fp8 needs 1"),
         ({"trainer": Trainer(world=8, tensor=3, expert=8)}, "must divide its 8 ranks"),
-        ({"trainer": Trainer(world=6, expert=6)}, "128 experts cannot be dealt to expert=6"),
+        ({"trainer": Trainer(world=6, expert=6)}, "cannot be dealt to expert=6.*--expert, that divides 128"),
         ({"engine": Engine(tensor=8, expert=3)}, "expert=3 must divide tensor=8"),
         ({"engine": Engine(tensor=3, expert=3)}, "cannot be dealt to expert=3.*legal on its 3 ranks"),
         ({"engine": Engine(tensor=16, expert=16)}, "must divide the 8 GPUs"),
@@ -272,6 +272,17 @@ def test_the_command_compares_variants(capsys: pytest.CaptureFixture[str]) -> No
     assert "baseline, muon: fits" in out
     assert "fp8, muon: fits" in out
     assert "FP32 main gradients" in out
+    assert "30.5e9 parameters on 8 GPUs of 141 GB each" in out
+
+
+def test_a_number_stands_with_its_unit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A small model had 0.0e9 parameters on 1 GPUs, and a count of sequences stood under GiB."""
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    assert run("--model", str(tmp_path), "--gpus", "1") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "2.0e6 parameters on one GPU of 141 GB" in out
+    assert "GiB of one GPU" in out
+    assert "sequences of full length, a number" in out
 
 
 @pytest.mark.parametrize(("gpus", "tensor"), [("1", 1), ("8", 2)])
@@ -301,6 +312,10 @@ def test_the_commands_json_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_command_refuses_in_one_message(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--model", "qwen3-30b-a3b", "--rollout-expert", "1", "--rollout-data", "1", "--variant", "fp8") == 1
     assert "legal expert tensor parallel sizes: 1, 2, 3, 6" in capsys.readouterr().err
+    assert run("--model", str(ROOT)) == 1
+    message = capsys.readouterr().err
+    assert f"there is no file {ROOT / 'config.json'}; give a Hugging Face checkpoint directory, or one of" in message
+    assert "Errno" not in message
     assert run("--model", "qwen3-30b-a3b", "--cpu-offload") == 1
     assert "add --variant baseline" in capsys.readouterr().err
     for option in ("--shared-experts", "--rebuild-wt"):

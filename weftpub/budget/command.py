@@ -93,7 +93,10 @@ def plan(
     if as_json:
         print(json.dumps([budget.to_json() for budget in budgets], indent=2))
     else:
-        _print(budgets, f"{model}: {shape.parameters / 1e9:.1f}e9 parameters on {gpus} GPUs of {gpu_memory:g} GB")
+        count = shape.parameters
+        size = f"{count / 1e9:.1f}e9" if count >= 1e8 else f"{count / 1e6:.1f}e6"
+        machine = f"{gpus} GPUs of {gpu_memory:g} GB each" if gpus > 1 else f"one GPU of {gpu_memory:g} GB"
+        _print(budgets, f"{model}: {size} parameters on {machine}")
     raise typer.Exit(0 if all(budget.fits for budget in budgets) else 1)
 
 

@@ -150,7 +150,10 @@ class Request:
                     f"trainer: {name} = {size} must divide its {t.world} ranks; set {remedy} to a divisor of {t.world}"
                 )
         if s.experts % t.expert:
-            raise ConfigError(f"trainer: {s.experts} experts cannot be dealt to expert={t.expert} ranks equally")
+            raise ConfigError(
+                f"trainer: {s.experts} experts cannot be dealt to expert={t.expert} ranks equally; take a number of "
+                f"GPUs, or --expert, that divides {s.experts}"
+            )
         if s.heads % t.tensor:
             raise ConfigError(f"trainer: {s.heads} attention heads cannot be split over tensor={t.tensor}")
         if self.variant != "fp8":

@@ -143,6 +143,11 @@ def load_shape(model: str) -> ModelShape:
     path = Path(model)
     if path.is_dir() or path.suffix == ".json":
         source = path / "config.json" if path.is_dir() else path
+        if not source.is_file():
+            raise ConfigError(
+                f"model {model!r}: there is no file {source}; give a Hugging Face checkpoint directory, or one of "
+                f"{', '.join(known_models())}"
+            )
         try:
             return ModelShape.from_config(json.loads(source.read_text(encoding="utf-8")))
         except (OSError, json.JSONDecodeError) as error:

@@ -15,8 +15,8 @@ _TITLES = {"rollout": "rollout (the engine serves)", "train": "train (backward p
 
 def comparison(budgets: Sequence[Budget], title: str) -> Table:
     """One column a budget: every row of every phase, host memory, PCIe and publish."""
-    table = Table(title=title, caption="GiB of one GPU (~ estimated, * assumed); source of every row: --json")
-    table.add_column("", no_wrap=True)
+    table = Table(title=title, caption="~ estimated, * assumed; source of every row: --json")
+    table.add_column("GiB of one GPU", no_wrap=True)
     for budget in budgets:
         table.add_column(_heading(budget), justify="right")
     for phase in PHASES:
@@ -33,7 +33,7 @@ def comparison(budgets: Sequence[Budget], title: str) -> Table:
     table.add_row("PCIe to the GPU, one step", *(_gib(sum(f.up for f in b.pcie)) for b in budgets))
     table.add_row("PCIe to the host, one step", *(_gib(sum(f.down for f in b.pcie)) for b in budgets))
     table.add_row("publish, into one GPU", *(_gib(sum(r.bytes for r in b.publish)) for b in budgets))
-    table.add_row("full-length sequences, one engine", *(str(max(0, b.sequences)) for b in budgets))
+    table.add_row("sequences of full length, a number", *(str(max(0, b.sequences)) for b in budgets))
     return table
 
 
