@@ -137,6 +137,19 @@ def test_loss_and_gradient_against_the_slow_formulation(seed: int) -> None:
     assert seen > 3, "the case must reach the clipped region"
 
 
+def test_importance_weights_are_constants() -> None:
+    """A weight that was computed from log-probs with a gradient would push the policy towards the rollout, and not
+    towards reward.
+    """
+    logp = torch.tensor([-1.0, -2.0], requires_grad=True)
+    weights = torch.tensor([0.5, 2.0], requires_grad=True)
+    found = token_loss(logp, logp.detach(), torch.tensor([1.0, -1.0]), weights, LossSettings())
+    found.values.sum().backward()
+    assert weights.grad is None
+    assert logp.grad.tolist() == [-0.5, 2.0]
+    assert not correct(logp, torch.tensor([-1.5, -1.5]), CorrectionSettings()).weights.requires_grad
+
+
 def test_clip_higher_lets_rising_tokens_rise_further() -> None:
     """A ratio of 1.25 is beyond 1 + 0.2 and within 1 + 0.28: only the lower bound is symmetric."""
     logp, zero, one = torch.log(torch.tensor([1.25])), torch.zeros(1), torch.ones(1)
