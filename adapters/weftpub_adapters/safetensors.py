@@ -21,6 +21,8 @@ from weftpub_kernels import dequantize
 
 __all__ = ["HFDirectory", "write_directory"]
 
+_FP8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
+
 
 class HFDirectory(Mapping[str, torch.Tensor]):
     """Checkpoint name to tensor of one directory.
@@ -73,7 +75,8 @@ class HFDirectory(Mapping[str, torch.Tensor]):
                 that a master keeps.
 
         Raises:
-            ConfigError: the directory does not hold the matrix, or holds it in FP8; names the tensors looked for.
+            ConfigError: the directory does not hold the matrix, or holds it in FP8, which can be dequantized only where
+                each expert has tensors of its own; names the tensors looked for.
         """
         family = self.family
         names = [family.to_checkpoint(family.name(matrix, p, "weight")) for p in family.parts[matrix.projection]]
@@ -83,17 +86,23 @@ class HFDirectory(Mapping[str, torch.Tensor]):
             parts = [self._weight(name, family, dequantized) for name in names]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
         if stacked in self and matrix.expert < self._tensors.shape(stacked)[0]:
-            return self._tensors.rows(stacked, matrix.expert, matrix.expert + 1)[0]
+            weight = self._tensors.rows(stacked, matrix.expert, matrix.expert + 1)[0]
+            if weight.dtype in _FP8:  # codes without their scales; releases lay stacked scales out in several ways
+                raise ConfigError(
+                    f"{stacked}: is {weight.dtype}, which has lost the bits that a master keeps; start from the BF16 "
+                    "checkpoint"
+                )
+            return weight
         raise ConfigError(f"{self.path}: holds neither {names} nor expert {matrix.expert} of {stacked}")
 
     def _weight(self, name: str, family: ModelFamily, dequantized: bool) -> torch.Tensor:
         weight = self[name]
-        if weight.dtype != torch.float8_e4m3fn:
+        if weight.dtype not in _FP8:
             return weight
-        if not dequantized:
+        if not dequantized or weight.dtype != torch.float8_e4m3fn:
             raise ConfigError(
-                f"{name}: is FP8, which has lost the bits that a master keeps; start from the BF16 checkpoint, or "
-                "allow dequantized=True"
+                f"{name}: is {weight.dtype}, which has lost the bits that a master keeps; start from the BF16 "
+                "checkpoint, or allow dequantized=True for float8_e4m3fn"
             )
         scale = name.removesuffix(family.weight) + family.scale
         if scale not in self:
@@ -110,7 +119,7 @@ def write_directory(
         CheckpointError: it exists (without overwrite), or the disk is full or fails; an existing one is untouched.
         ConfigError: FP8 tensors, which need a quantization_config, or a dtype that the format does not have.
     """
-    fp8 = [name for name, tensor in tensors.items() if tensor.dtype == torch.float8_e4m3fn]
+    fp8 = [name for name, tensor in tensors.items() if tensor.dtype in _FP8]
     if fp8:
         raise ConfigError(f"{fp8[0]}: is FP8; export_hf writes it with its scale and quantization_config")
     writer = ShardedWriter("model", tensors, metadata={})

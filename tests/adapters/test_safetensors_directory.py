@@ -90,6 +90,19 @@ def test_fp8_is_no_start_for_masters_unless_it_is_asked_for(tmp_path: Path, hf_c
         HFDirectory(tmp_path).expert(matrix, dequantized=True)
 
 
+@pytest.mark.parametrize("dequantized", [False, True])
+def test_stacked_fp8_experts_are_no_start_either(tmp_path: Path, hf_config: dict[str, Any], dequantized: bool) -> None:
+    """Experts one by one were refused in FP8, and a checkpoint that stacks them in one tensor gave bare codes, without
+    their scales and without a word.
+    """
+    hidden, intermediate = hf_config["hidden_size"], hf_config["moe_intermediate_size"]
+    codes = torch.randn(4, hidden, intermediate).to(torch.float8_e4m3fn)
+    tmp_path.joinpath("config.json").write_text(json.dumps(hf_config))
+    save_file({f"{PREFIX}.down_proj": codes}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"experts\.down_proj: is torch\.float8_e4m3fn, which has lost the bits"):
+        HFDirectory(tmp_path).expert(ExpertMatrix(1, 2, "fc2"), dequantized=dequantized)
+
+
 def test_damaged_directories_are_named(tmp_path: Path, hf_config: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json: not the config of a model directory: No such file"):
         HFDirectory(tmp_path)
