@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.multiprocessing import reductions
 
 from weftmoe.rollout.gather import Bucket
 from weftpub.errors import ChannelError
@@ -93,10 +94,8 @@ def serialized_bucket(bucket: Bucket, buffer: torch.Tensor) -> str:
     was.
     """
     from sglang.srt.utils import MultiprocessingSerializer
-    from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
-    monkey_patch_torch_reductions()  # a GPU is named by its UUID: each process counts those that it sees
     metadata = [
         FlattenedTensorMetadata(
             name=whole.name,
@@ -108,8 +107,28 @@ def serialized_bucket(bucket: Bucket, buffer: torch.Tensor) -> str:
         )
         for whole in bucket.tensors
     ]
-    payload = MultiprocessingSerializer.serialize({"flattened_tensor": buffer, "metadata": metadata})
+    payload = MultiprocessingSerializer.serialize({"flattened_tensor": _Handle(buffer), "metadata": metadata})
     return base64.b64encode(payload).decode("ascii")
+
+
+class _Handle:
+    """Pickled as the handle of a tensor's memory, which names the GPU by its UUID: each process counts those that it
+    sees, and SGLang's workers understand both. SGLang's own way is to have torch do so for the whole process, which
+    could then pickle no tensor of the CPU any more.
+    """
+
+    _DEVICE = 6  # of the arguments of `torch.multiprocessing.reductions.rebuild_cuda_tensor`
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        reduce = getattr(reductions, "_reduce_tensor_original", reductions.reduce_tensor)
+        rebuild, arguments = reduce(self._tensor)
+        if self._tensor.is_cuda:
+            uuid = str(torch.cuda.get_device_properties(self._tensor.device).uuid)
+            arguments = (*arguments[: self._DEVICE], uuid, *arguments[self._DEVICE + 1 :])
+        return rebuild, arguments
 
 
 @contextmanager
