@@ -25,7 +25,9 @@ SIGTERM. Exits with 1 if a check fails. Models, checkpoints and runs lie under D
     shared    fp8, experts copied and experts in memory that trainer and engine both map: the same bytes at each step,
               in the second without moving the experts (left out unless asked for)
     two-gpus  fp8 on two GPUs: trainer TP2/EP2 and DP2/EP2, rollout EP2 and MoE-TP2, and once with experts in one memory
-              a GPU (left out unless asked for)
+              a GPU; the baseline, whose ranks gather whole tensors for SGLang's own update: the same trainers, rollout
+              EP2, once with attention data parallel. Nothing compares its bytes there: weights of one version before
+              would show in the log-probs (left out unless asked for)
 
 Runs are processes of their own, `--side-by-side` at a time, those of all sections together. A run that takes longer
 than `--limit`, or that is under way when `--seconds` are over, is ended; its steps count, and a check says so. To try
@@ -83,6 +85,13 @@ TWO_GPUS = {
     "tp2-to-tp2": ("train.tensor=2", "train.sequence_parallel=true"),
     "dp2-to-tp2": (),
     "dp2-to-ep2-shared": ("rollout.expert=2", "publish.experts=shared"),
+}
+# Several buckets: the made model has some eight megabytes.
+BUCKETS = "publish.bucket_mib=2"
+BASELINE_TWO_GPUS = {
+    "baseline-tp2-to-ep2": ("train.tensor=2", "train.sequence_parallel=true", "rollout.expert=2", BUCKETS),
+    "baseline-dp2-to-ep2": ("rollout.expert=2", BUCKETS),
+    "baseline-dp2-to-ep2-dp2": ("rollout.expert=2", "rollout.data=2", "rollout.dp_attention=true", BUCKETS),
 }
 
 
@@ -573,13 +582,16 @@ def section_shared(room: Room, report: Report) -> None:
 def section_two_gpus(room: Room, report: Report) -> None:
     options = room.options
     two: tuple[str, ...] = ("cluster.gpus=2", "train.expert=2", "rollout.tensor=2")
-    layouts = TWO_GPUS
+    layouts = {"fp8": TWO_GPUS, "baseline": BASELINE_TWO_GPUS}
     if options.cpu:  # ranks without GPUs count as nodes; the sampler holds a whole model; tensor parallel needs TE
-        two, layouts = ("cluster.nodes=2", "train.expert=2"), {"dp2": ()}
+        two = ("cluster.nodes=2", "train.expert=2")
+        layouts = {"fp8": {"dp2": ()}, "baseline": {"baseline-dp2": (BUCKETS,)}}
     steps = min(options.steps, 10)
     runs = [
-        Run(name, room.settings(name, "fp8", options.seeds[0], steps, *two, *layout), ranks=2)
-        for name, layout in layouts.items()
+        Run(name, room.settings(name, variant, options.seeds[0], steps, *two, *layout), ranks=2)
+        for variant, named in layouts.items()
+        if variant in options.variants
+        for name, layout in named.items()
     ]
     for ended in room.run_all(runs):
         row = report.row("two-gpus", ended)
@@ -589,6 +601,8 @@ def section_two_gpus(room: Room, report: Report) -> None:
         _check_versions(report, name, row)
         apart = row.difference_last
         report.check(f"{name}: trainer and engine agree", apart is not None and apart < 0.02, f"{apart} nats a token")
+        if row.variant == "baseline" and not options.tiny:  # whose rewards are all equal, and move no weight
+            _check_control(report, name, room.work / "runs" / ended.run.name)
 
 
 SECTIONS = {
