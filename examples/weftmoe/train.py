@@ -3,11 +3,16 @@
 `run.sh` and `weftmoe.launch` resolve the settings, set each role's environment and start the ranks with torchrun.
 """
 
+import shlex
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from weftmoe.rundir import EXIT_AGAIN
 from weftmoe.schema import Settings
+
+if TYPE_CHECKING:
+    from weftmoe.loop.run import RunResult
 
 __all__ = ["main"]
 
@@ -26,10 +31,20 @@ def main(settings: Settings) -> int:
 
     result = run(settings)
     if result.first:
+        _say_what_next(settings, result)
         reward = "" if result.reward is None else f" reward={result.reward:.3f}"
         how = "STOPPED" if result.stopped else "OK"
         print(f"WEFTMOE {how} steps={result.steps} version={result.version}{reward}", flush=True)
     return EXIT_AGAIN if result.stopped else 0
+
+
+def _say_what_next(settings: Settings, result: "RunResult") -> None:
+    """On standard error: where the run's numbers are; and, of one that had been done before, how to go on."""
+    if result.reward is None and result.steps >= settings.steps:
+        print(f"weftmoe: no step was left of {settings.steps}; --steps with a larger number goes on", file=sys.stderr)
+    if settings.telemetry.jsonl:
+        out = shlex.quote(str(settings.out))
+        print(f"weftmoe: `weftpub report {out}` draws and sums up {settings.out / 'steps.jsonl'}", file=sys.stderr)
 
 
 def _command() -> int:

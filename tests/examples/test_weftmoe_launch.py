@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from weftmoe import settings as composed
-from weftmoe import worker
+from weftmoe import train, worker
 from weftmoe.checks import ALLOCATOR_VARIABLES
 from weftmoe.env import changed, require_environment, role_environment
 from weftmoe.launch import command, resolve, torchrun_command
@@ -281,6 +282,21 @@ def test_no_module_sets_an_allocator_variable() -> None:
 )
 def test_the_scan_finds_what_it_looks_for(source: str, found: bool) -> None:
     assert bool(list(sets_allocator(source))) is found
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_the_end_says_where_the_numbers_are(
+    before: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start of a run that was done already took twenty seconds and ended as if it had trained."""
+    settings = composed.load("fp8", smoke="cpu", overrides=[f"out={tmp_path / 'a run'}", "steps=3"])
+    result = SimpleNamespace(first=True, steps=3, version=3, reward=None if before else 0.5, stopped=False)
+    monkeypatch.setitem(sys.modules, "weftmoe.loop.run", SimpleNamespace(run=lambda _: result))
+    assert train.main(settings) == 0
+    said = capsys.readouterr()
+    assert said.out == f"WEFTMOE OK steps=3 version=3{'' if before else ' reward=0.500'}\n"
+    assert f"`weftpub report '{tmp_path}/a run'`" in said.err
+    assert ("no step was left of 3" in said.err) is before
 
 
 # The directory of a run.

@@ -21,7 +21,7 @@ from weftmoe.telemetry import (
     training_flops,
     turn_lengths,
 )
-from weftmoe.telemetry.log import LOG_NAME
+from weftmoe.telemetry.log import LOG_NAME, told_apart
 from weftpub import cli
 from weftpub.errors import ConfigError
 
@@ -230,18 +230,38 @@ def test_a_summary_shows_what_is_wrong(tmp_path: Path) -> None:
 
 def test_one_picture_of_several_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = logged(tmp_path / "a", header(), *[record(step) for step in range(1, 6)])
-    second = logged(tmp_path / "b", header("bf16"), record(1, after=None, memory={}, changed_share=None))
+    notes = ("a note", "its own")
+    second = logged(tmp_path / "b", header("bf16", notes=notes), record(1, after=None, memory={}, changed_share=None))
     picture = tmp_path / "picture.png"
     code = cli.run(["report", str(first), str(second), "--out", str(picture)], commands={"report": report})
     assert code == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr().out
-    assert "a note" in shown
+    assert "note: a note\n" in shown
+    assert "note (bf16 seed 3): its own\n" in shown
+    assert "results of fixed tokens" not in shown, "no run scored any"
     code = cli.run(["report", str(first), "--json"], commands={"report": report})
     found = json.loads(capsys.readouterr().out)
     assert code == 0
     assert found["runs"][0]["name"] == "fp8 seed 3"
     assert Path(found["picture"]) == first / "report.png"
+
+
+def test_runs_of_one_variant_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+    """Muon and AdamW with FP8 experts: both columns, and both curves, were called fp8 seed 3."""
+    places = [tmp_path / "muon", tmp_path / "adamw", tmp_path / "bf16"]
+    variants = ["fp8", "fp8", "bf16"]
+    runs = [
+        read_log(logged(place, header(variant), record(1))) for place, variant in zip(places, variants, strict=True)
+    ]
+    assert [run.name for run in told_apart(runs)] == ["fp8 seed 3, muon", "fp8 seed 3, adamw", "bf16 seed 3"]
+    drawn = tmp_path / "three.svg"
+    draw_runs(told_apart(runs), drawn)
+    assert all(colour in drawn.read_text() for colour in ("#ff7f0e", "#d62728", "#1f77b4"))  # orange, red, blue
+    deeper = read_log(logged(tmp_path / "x" / "muon", header()))
+    assert [run.name for run in told_apart([runs[0], deeper])] == [
+        f"fp8 seed 3, {place}" for place in (tmp_path / "muon", deeper.directory)
+    ]
 
 
 def test_a_run_without_steps_can_be_drawn(tmp_path: Path) -> None:

@@ -22,9 +22,9 @@ def report(
 
     from weftmoe.report.draw import draw_runs
     from weftmoe.report.summary import summarize_run, summary_table
-    from weftmoe.telemetry.log import read_log
+    from weftmoe.telemetry.log import read_log, told_apart
 
-    read = [read_log(directory) for directory in runs]
+    read = told_apart([read_log(directory) for directory in runs])
     picture = runs[0] / "report.png" if out is None else out
     draw_runs(read, picture)
     rows = [summarize_run(run) for run in read]
@@ -36,5 +36,7 @@ def report(
     for row in rows:
         console.print(f"{row.name}: {row.rollout}; {row.directory}", markup=False)
     for note in dict.fromkeys(note for row in rows for note in row.notes):
-        console.print(f"note: {note}", markup=False)
+        whose = [row.name for row in rows if note in row.notes]
+        of = "" if len(whose) == len(rows) else f" ({', '.join(whose)})"
+        console.print(f"note{of}: {note}", markup=False)
     console.print(f"picture: {picture}", markup=False)

@@ -14,6 +14,7 @@ from weftpub.errors import ConfigError
 __all__ = ["PANELS", "Curve", "Panel", "draw_runs"]
 
 _COLOURS = MappingProxyType({"baseline": "tab:grey", "bf16": "tab:blue", "fp8": "tab:orange"})
+_MORE_COLOURS = ("tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:olive", "tab:cyan")
 _STYLES = ("-", "--", ":", "-.")
 _COLUMNS = 4
 
@@ -152,20 +153,32 @@ def draw_runs(runs: Sequence[LoggedRun], path: Path) -> None:
         plt.close(figure)
 
 
+def _colour(run: LoggedRun, runs: Sequence[LoggedRun]) -> str:
+    """The variant's, which its seeds share; further runs of a variant and seed have colours of their own."""
+    kinds = list(dict.fromkeys((one.headers[0].variant, one.label) for one in runs))
+    first = dict(reversed(kinds))  # variant -> the label of its first run
+    more = [kind for kind in kinds if first[kind[0]] != kind[1]]
+    variant = run.headers[0].variant
+    if first[variant] == run.label:
+        return _COLOURS.get(variant, "tab:green")
+    return _MORE_COLOURS[more.index((variant, run.label)) % len(_MORE_COLOURS)]
+
+
 def _panel(axis: Any, panel: Panel, runs: Sequence[LoggedRun]) -> None:
     labelled: set[str] = set()
     positive = False
     for run in runs:
         variant = run.headers[0].variant
+        drawn = f"{variant}, {run.label}" if run.label else variant
         for curve, style in zip(panel.curves, _STYLES, strict=False):
             points = [(r.step, value) for r in run.steps if (value := curve.value(r)) is not None]
             if not points:
                 continue
-            label = f"{variant}: {curve.label}" if len(panel.curves) > 1 else variant
+            label = f"{drawn}: {curve.label}" if len(panel.curves) > 1 else drawn
             axis.plot(
                 *zip(*points, strict=True),
                 style,
-                color=_COLOURS.get(variant, "tab:green"),
+                color=_colour(run, runs),
                 linewidth=0.9,
                 alpha=0.8,
                 label=None if label in labelled else label,

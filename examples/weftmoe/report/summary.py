@@ -95,13 +95,15 @@ def summarize_run(run: LoggedRun) -> RunSummary:
 
 
 def summary_table(rows: Sequence[RunSummary]) -> Table:
-    """The rows for a terminal, turned: a line per number, a column per run."""
+    """The rows for a terminal, turned: a line per number that a run has, a column per run."""
     table = Table(title="Runs")
     table.add_column("", no_wrap=True)
     for row in rows:
         table.add_column(row.name, justify="right", overflow="fold")
     for heading, value in _LINES:
-        table.add_row(heading, *(value(row) for row in rows))
+        cells = [value(row) for row in rows]
+        if set(cells) != {"-"}:
+            table.add_row(heading, *cells)
     return table
 
 

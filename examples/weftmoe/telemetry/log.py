@@ -6,7 +6,8 @@ appends: its header comes next, and its records replace those of the same steps 
 
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -15,7 +16,7 @@ from pydantic import ValidationError
 from weftmoe.telemetry.record import RunHeader, StepRecord
 from weftpub.errors import ConfigError
 
-__all__ = ["LOG_NAME", "LoggedRun", "RunLog", "read_log"]
+__all__ = ["LOG_NAME", "LoggedRun", "RunLog", "read_log", "told_apart"]
 
 LOG_NAME = "steps.jsonl"
 
@@ -57,17 +58,31 @@ class LoggedRun:
         directory: the run's.
         headers: one per start.
         steps: the last record of each step, in order of steps.
+        label: what tells it from other runs of its variant and seed; "" where there are none.
     """
 
     directory: Path
     headers: tuple[RunHeader, ...]
     steps: tuple[StepRecord, ...]
+    label: str = ""
 
     @property
     def name(self) -> str:
-        """The run in a legend: variant and seed."""
+        """The run in a legend: variant and seed, and the label where there is one."""
         first = self.headers[0]
-        return f"{first.variant} seed {first.seed}"
+        name = f"{first.variant} seed {first.seed}"
+        return f"{name}, {self.label}" if self.label else name
+
+
+def told_apart(runs: Sequence[LoggedRun]) -> list[LoggedRun]:
+    """The runs in their order; those that share a name are labelled with their folder's, else with its path."""
+    named: list[LoggedRun] = []
+    for run in runs:
+        twins = [one for one in runs if one.name == run.name]
+        folders = {one.directory.absolute().name for one in twins}
+        label = run.directory.absolute().name if len(folders) == len(twins) else str(run.directory)
+        named.append(replace(run, label=label) if len(twins) > 1 else run)
+    return named
 
 
 def read_log(directory: Path) -> LoggedRun:
