@@ -315,21 +315,21 @@ class Attachment(OffloadTags, Checkpointing):
         return success
 
     def _check_gradients(self) -> None:
-        """NonFiniteGradientError on every rank, before the first write, if any rank has a NaN or Inf."""
-        found: NonFiniteGradientError | None = None
+        """An error on every rank, before the first write, if any rank lacks a gradient or has a NaN or Inf."""
+        found: NonFiniteGradientError | StateError | None = None
         gradients: dict[str, torch.Tensor] = {}
-        for child in self._children:
-            gradients.update(child.gradients())
         try:
+            for child in self._children:
+                gradients.update(child.gradients())
             gradient_norms(gradients)
-        except NonFiniteGradientError as error:
+        except (NonFiniteGradientError, StateError) as error:
             found = error
         if torch.distributed.get_world_size() > 1:
             flag = torch.tensor([float(found is not None)], device=self.device)
             torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
             if found is None and flag.item():
                 found = NonFiniteGradientError(
-                    "another rank has a gradient that is not finite; nothing was changed on any rank"
+                    "another rank has a gradient that is not finite, or none; nothing was changed on any rank"
                 )
         if found is not None:
             raise found
