@@ -100,6 +100,16 @@ def test_damaged_files_are_named(tmp_path: Path, name: str, message: str) -> Non
         read_prompts(tmp_path / name)
 
 
+def test_a_letter_that_is_none_is_refused(tmp_path: Path) -> None:
+    """A file in another encoding was read with a mark in the place of every letter that UTF-8 does not know, and the
+    model was asked other questions.
+    """
+    lines = [json.dumps(row("a")).encode(), json.dumps(row("b", "caf?")).replace("?", "\xe9").encode("latin-1")]
+    (tmp_path / "rows.jsonl").write_bytes(b"\n".join(lines))
+    with pytest.raises(ConfigError, match=r"line 2: not JSON.*utf-8"):
+        read_prompts(tmp_path / "rows.jsonl")
+
+
 def test_a_folder_without_parquet_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no \.parquet"):
         read_prompts(tmp_path)

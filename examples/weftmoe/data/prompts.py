@@ -124,11 +124,11 @@ def _parquet_rows(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def _json_rows(path: Path) -> Iterator[Mapping[str, Any]]:
-    with path.open(encoding="utf-8", errors="replace") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
                 yield json.loads(line)
-            except json.JSONDecodeError as error:
+            except ValueError as error:  # of JSON or of UTF-8: a replaced letter would change a question unseen
                 raise ConfigError(f"{path}, line {number}: not JSON: {error}") from None
 
 
