@@ -30,6 +30,7 @@ from weftmoe.loop.inputs import Inputs, find_inputs
 from weftmoe.loop.model import join_world, prepare_process
 from weftmoe.loop.prompts import encode_prompts, load_tokenizer, stop_tokens
 from weftmoe.loop.ranks import Ranks
+from weftmoe.loop.shape import shape_of
 from weftmoe.loop.step import FixedTokens, Trained, memory, publish_version, train_step
 from weftmoe.loop.stop import CutShort, Pace, StopNotice, run_until
 from weftmoe.loop.trainer import MegatronGrpo, describe_settings
@@ -39,7 +40,6 @@ from weftmoe.rundir import note_stop
 from weftmoe.schema import Settings
 from weftmoe.telemetry import (
     Counters,
-    ModelShape,
     PhaseProgress,
     RunHeader,
     RunLog,
@@ -260,18 +260,8 @@ class _Run:
         return Collector(settings, sampler, by_index, self._tokenizer, rewarder)
 
     def _open_telemetry(self, stack: ExitStack) -> None:
-        settings, fields = self._settings, self._trainer.fields
-        self._shape = ModelShape(
-            layers=fields.layers,
-            hidden=fields.hidden,
-            heads=fields.heads,
-            kv_heads=fields.kv_heads,
-            head_dim=fields.head_dim,
-            experts=fields.experts,
-            top_k=fields.top_k,
-            intermediate=fields.intermediate,
-            vocabulary=fields.vocab,
-        )
+        settings = self._settings
+        self._shape = shape_of(self._trainer.fields)
         if not self._ranks.first:
             return
         header = RunHeader(
