@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weftpub_demo.config import DemoConfig, Device, OptimizerName, Variant
+from weftpub_demo.quiet import hush
 
 if TYPE_CHECKING:
     from weftpub_demo.report import Report
@@ -65,6 +66,7 @@ def demo(
     signal.signal(signal.SIGTERM, interruption)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a background job of a shell ignores it
         signal.signal(signal.SIGINT, interruption)
+    hush()
     # These load torch and the foreign systems; --help and wrong options must not wait for them.
     from weftpub_demo.progress import Progress
     from weftpub_demo.run import run
