@@ -1,5 +1,5 @@
 """Keeps out of the demo's output what the systems below say to their own developers: that Apex is not there, that a
-class will be replaced, that no GPU was found. A newcomer took such lines for the demo's trouble. Errors are said as ever.
+class will be replaced, that no GPU was found. A newcomer took such lines for the demo's trouble. Errors are said.
 """
 
 import logging
