@@ -13,7 +13,7 @@ import torch
 from weftmoe import settings as composed
 from weftmoe.rollout import Request
 from weftmoe.rollout.engine import _buckets, process_environment
-from weftmoe.rollout.sglang import SglangRollout, engine_arguments
+from weftmoe.rollout.sglang import SglangRollout, engine_arguments, engine_directory
 from weftmoe.schema import Settings
 from weftpub.errors import ConfigError, StateError
 
@@ -56,6 +56,21 @@ def test_arguments_follow_the_settings() -> None:
     baseline = engine_arguments(settings("baseline", "16k"), Path("model"))
     assert (baseline["load_format"], baseline["moe_runner_backend"]) == ("auto", "auto")
     assert "enable_dp_attention" not in baseline
+
+
+def test_an_engine_of_qwen35_keeps_shared_experts_apart_and_leaves_the_vision_tower_out(tmp_path: Path) -> None:
+    """Fused into the routed ones they would have no parameter that a publish could write."""
+    hybrid = composed.load("fp8", model="qwen3.5-35b-a3b-base")
+    told = engine_arguments(hybrid, Path("model"))
+    assert told["disable_shared_experts_fusion"] is True
+    assert told.keys() - known_fields() == set()
+    assert "disable_shared_experts_fusion" not in engine_arguments(settings("fp8"), Path("model"))
+    (tmp_path / "model").mkdir()
+    config = {"architectures": [hybrid.model.architecture], "text_config": {"full_attention_interval": 4}}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    bf16 = composed.load("bf16", model="qwen3.5-35b-a3b-base")
+    seen = json.loads((engine_directory(tmp_path, tmp_path / "model", bf16) / "config.json").read_text())
+    assert seen == {**config, "language_model_only": True}
 
 
 def rollout(tmp_path: Path, *overrides: str) -> SglangRollout:

@@ -365,6 +365,9 @@ def engine_arguments(settings: Settings, directory: Path, shared: str | None = N
         # Seeds of requests count, and a request does not depend on its company.
         "enable_deterministic_inference": settings.train.deterministic,
     }
+    if family_of(settings.model.architecture).joined:
+        # A model with shared experts, which are published on their own.
+        arguments["disable_shared_experts_fusion"] = True
     batches = rollout.cuda_graph_batches
     arguments["cuda_graph_max_bs_decode"] = rollout.cuda_graph_max_batch if batches is None else max(batches)
     if batches is not None:
