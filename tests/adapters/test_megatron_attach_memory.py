@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from weftpub.errors import ChecksumError, ConfigError, StateError
+from weftpub.errors import ChecksumError, ConfigError, StateError, TornError
 
 pytestmark = pytest.mark.isolated("megatron")
 
@@ -182,16 +182,29 @@ def test_new_slots_run_on_the_streams_of_the_old_ones() -> None:
 
 
 def test_bytes_changed_on_the_host_are_noticed_at_reload() -> None:
-    from attach_support import build
+    """What heals is a load, and the masters are whole. It was refused: half of the tags were back, the weights' memory
+    counted as away, and another reload found it there.
+    """
+    from attach_support import build, train
 
     from weftpub_adapters.megatron.attached import attach
 
     ddp, opt = build("muon", "fp8")
     attachment = attach(ddp, opt)
-    attachment.offload("weights")
+    before = attachment.store.sha256()
+    attachment.offload()
     attachment.store._memory._host[0]["w13"].view(torch.uint8).view(-1)[7] ^= 1
     with pytest.raises(ChecksumError):
-        attachment.reload("weights")
+        attachment.reload()
+    assert not attachment.offloaded
+    with pytest.raises(TornError), attachment.reading():
+        pass
+    saved = [part.state_dict() for part in opt.chained_optimizers]
+    with attachment.loading():
+        for part, state in zip(opt.chained_optimizers, saved, strict=True):
+            part.load_state_dict(state)
+    assert attachment.store.sha256() == before
+    train(ddp, opt)
 
 
 def parameters_without_experts(ddp: Any) -> dict[str, torch.Tensor]:

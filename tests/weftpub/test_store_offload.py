@@ -124,6 +124,28 @@ def test_host_copy_that_was_damaged_is_noticed() -> None:
         next(store.canonical())
 
 
+def test_a_store_whose_host_copy_was_damaged_can_be_loaded_into() -> None:
+    """The error said to load a checkpoint. A load was refused, because the memory counted as away, and another reload,
+    because it was there: only a new process helped.
+    """
+    store = make_store()
+    fill(store, 0)
+    saved = {item.name: item.tensor.clone() for item in store.canonical()}
+    sums = dict(store.checksums)
+    store.offload()
+    store._memory._host[0]["w2"].view(torch.uint8)[2, 5, 5] ^= 1  # type: ignore[index]
+    with pytest.raises(ChecksumError):
+        store.reload()
+    assert store.resident
+    with pytest.raises(StateError, match="already on the device"):
+        store.reload()
+    store.load(0, saved, sums)
+    assert dict(store.checksums) == sums
+    store.check_wt()
+    store.offload()
+    store.reload()
+
+
 def test_twice_in_one_direction_is_refused() -> None:
     """Releasing a tag twice, or resuming one never released, killed an engine. A state machine refuses first."""
     store = make_store()

@@ -16,7 +16,7 @@
 
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -187,21 +187,26 @@ class GenerationGuard:
                 self._changed.notify_all()
 
     @contextmanager
-    def moving(self, action: str, *, resident: bool, timeout: float | None = None) -> Generator[None]:
+    def moving(self, action: str, *, resident: bool, timeout: float | None = None) -> Generator[Callable[[], None]]:
         """Move the bytes away (`resident` False) or back: no reader, no writer, and never twice in one direction.
 
-        If the block fails the residency is unknown, so the store is torn.
+        If the block fails the store is torn. It calls what is yielded when the memory has gone or come, so that a torn
+        store whose memory is there can be loaded into.
         """
         with self._changed:
             self._require_movable(action, resident)
             self._wait_for_readers(action, timeout)
             self._require_movable(action, resident)
+
+            def moved() -> None:
+                self._resident = resident
+
             try:
-                yield
+                yield moved
             except BaseException as error:
                 self.tear(f"{action} failed half-way: {error}")
                 raise
-            self._resident = resident
+            moved()
 
     def _require_can_begin(self, generation: int) -> None:
         self._require_whole("begin")

@@ -385,13 +385,14 @@ class ExpertStore:
 
         Raises:
             StateError: not offloaded. ConfigError: bytes were dropped and no masters were given.
-            ChecksumError: the bytes are not the sealed ones; the store is torn.
+            ChecksumError: the bytes are not the sealed ones; the store is torn, its memory is there: `load` opens it.
         """
         generation = self.generation
         if generation is not None and not self._host_copy and masters is None and not self.resident:
             raise ConfigError(f"{self._name}: reload needs the masters, because offload(keep=False) dropped the bytes")
-        with self._guard.moving("reload", resident=True, timeout=timeout):
+        with self._guard.moving("reload", resident=True, timeout=timeout) as moved:
             self._memory.restore()
+            moved()
             if generation is None:
                 return
             if self._host_copy:

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from weftpub.errors import ConfigError, StateError
+from weftpub.errors import ChecksumError, ConfigError, StateError
 from weftpub_adapters.megatron.attached.buffers import BufferApi, ParameterMemory
 
 __all__ = ["OffloadTags", "Tag"]
@@ -93,25 +93,32 @@ class OffloadTags:
 
         Raises:
             StateError: a named tag is not offloaded. ChecksumError: expert bytes are not those of the sealed
-                generation.
+                generation. All memory is back then, and the store is torn: a load of a checkpoint heals it.
         """
         chosen = self._chosen(tags) if tags else tuple(tag for tag in get_args(Tag) if tag in self._offloaded)
         for tag in chosen:
             if tag not in self._offloaded:
                 raise StateError(f"{tag!r} is not offloaded; there is nothing to reload")
+        damaged: ChecksumError | None = None
         if "weights" in chosen:
             if self.store is not None:
                 device = self.store.device
                 masters = self.masters()
-                self.store.reload(lambda name: masters[name].to(device))
+                try:
+                    self.store.reload(lambda name: masters[name].to(device))
+                except ChecksumError as error:
+                    damaged = error
             self._parameters.reload()
             self._offloaded.discard("weights")
-            self._refresh()
+            if damaged is None:
+                self._refresh()
         if "optimizer" in chosen:
             self.open_slots()
         if "gradients" in chosen:
             self._parameters.reload_gradients()
         self._offloaded.difference_update(chosen)
+        if damaged is not None:
+            raise damaged
 
     def require_loaded(self, action: str) -> None:
         """StateError, naming the tags, while something is offloaded."""
