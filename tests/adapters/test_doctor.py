@@ -344,6 +344,7 @@ def test_the_command_prints_and_judges(tmp_path: Path, capsys: pytest.CaptureFix
     assert {"name", "level", "found", "expected", "remedy"} == set(report["findings"][0])
     assert cli.run(["doctor", "--gpus", "64", "--out", str(tmp_path)], commands=commands) == 1
     out = capsys.readouterr().out
+    assert cli.run(["doctor", "--port", "99999"], commands=commands) == 2, "it was an OverflowError"
     assert "fail gpus" in out
     assert "doctor: a run would fail" in out
 

@@ -36,7 +36,7 @@ def doctor(
     out: Annotated[Path, typer.Option(help="Where the run will write.")] = Path(),
     host_memory: Annotated[float, typer.Option(help="GiB of host memory that the run pins here.", min=0.0)] = 0.0,
     disk: Annotated[float, typer.Option(help="GiB that the run writes.", min=0.0)] = 20.0,
-    port: Annotated[int | None, typer.Option(help="TCP port that the run listens on here.")] = None,
+    port: Annotated[int | None, typer.Option(help="TCP port that the run listens on here.", min=1, max=65535)] = None,
     model: Annotated[
         str | None, typer.Option(help="Checkpoint, or name of a known model: what its layers need is looked at, too.")
     ] = None,
