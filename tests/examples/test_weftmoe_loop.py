@@ -284,6 +284,7 @@ def test_end_tokens_come_from_every_place(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 4]}), encoding="utf-8")
     tokenizer: Any = type("T", (), {"eos_token_id": 5})
     assert stop_tokens(tokenizer, {"eos_token_id": 2}, tmp_path) == (2, 3, 4, 5)
+    assert stop_tokens(tokenizer, {"text_config": {"eos_token_id": 6}}, tmp_path) == (3, 4, 5, 6)
 
 
 # Weights.

@@ -41,14 +41,14 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 def stop_tokens(tokenizer: Any, hf_config: dict[str, Any], directory: Path) -> tuple[int, ...]:
-    """Tokens that end a completion: those of generation_config.json where there are any, config.json's, the
-    tokenizer's.
+    """Tokens that end a completion: those of generation_config.json where there are any, config.json's, also of a
+    language model inside, and the tokenizer's.
     """
     import json
 
     found: set[int] = set()
     generation = directory / "generation_config.json"
-    sources = [hf_config]
+    sources = [hf_config, hf_config.get("text_config") or {}]
     if generation.is_file():
         sources.append(json.loads(generation.read_text(encoding="utf-8")))
     for source in sources:
