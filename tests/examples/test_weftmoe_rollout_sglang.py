@@ -5,7 +5,8 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -119,6 +120,26 @@ def test_only_started_processes_get_the_engines_environment(monkeypatch: pytest.
     with pytest.raises(ValueError, match="x"), process_environment({}):
         raise ValueError("x")
     assert dict(os.environ) == before
+
+
+def test_versions_of_a_start_only_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every publish allowed the engine to go back, for the sake of resumed runs. Those have engines of their own, which
+    hold no version yet: what was allowed was a loop that publishes an older version over a newer one, unseen.
+    """
+    given: list[dict[str, Any]] = []
+
+    class Engine:
+        ms: ClassVar[dict[str, float]] = {}
+
+        def publish(self, *_: Any, **options: Any) -> Any:
+            given.append(options)
+            return SimpleNamespace(ms={})
+
+    monkeypatch.setattr("weftmoe.rollout.sglang.byte_check", lambda report: None)
+    rollout: Any = SglangRollout(settings("fp8"), tmp_path, {}, (1,), "run", tmp_path)
+    rollout._engine = Engine()
+    assert rollout.publish(7, {}, None).version == 7
+    assert not given[0].get("allow_rollback", False)
 
 
 def test_buckets_hold_every_tensor_once() -> None:

@@ -187,13 +187,7 @@ class SglangRollout:
         began = time.perf_counter()
         if self._engine is None:
             return self._publish_native(version, plain_tensors(sources), began)
-        report = self._engine.publish(
-            version,
-            sources,
-            checksums,
-            verify_sha256=self._settings.publish.verify_sha256,
-            allow_rollback=True,  # a resumed run begins again at its checkpoint's version
-        )
+        report = self._engine.publish(version, sources, checksums, verify_sha256=self._settings.publish.verify_sha256)
         self._version = version
         calls = {f"engine_{name}": spent for name, spent in self._engine.ms.items()}
         return Published(version, {**report.ms, **calls}, byte_check(report))

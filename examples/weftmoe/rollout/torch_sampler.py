@@ -203,7 +203,6 @@ class TorchRollout:
                 checksums,
                 verify_sha256=self._settings.verify_sha256,
                 resume=False,
-                allow_rollback=True,
             )
         return Published(version, report.ms, byte_check(report))
 
