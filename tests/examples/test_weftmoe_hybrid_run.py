@@ -17,8 +17,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The FP8 run, whose made model the other one takes."""
-    return run(tmp_path_factory.mktemp("fp8"), "fp8", "muon")
+    """The FP8 run, whose trainer and sampler map one memory for the experts, and whose made model the other takes."""
+    return run(tmp_path_factory.mktemp("fp8"), "fp8", "muon", "publish.experts=shared")
 
 
 def run(directory: Path, variant: str, optimizer: str, *overrides: str) -> Path:
@@ -44,6 +44,8 @@ def check(directory: Path) -> None:
 
 def test_fp8_with_muon(out: Path) -> None:
     check(out)
+    # Two layers of four experts: three matrices of 128 x 128 codes, and an FP32 scale each.
+    assert {step.byte_check.in_place for step in read_log(out).steps} == {2 * 4 * 3 * (128 * 128 + 4)}
 
 
 def test_bf16_with_adamw(out: Path, tmp_path: Path) -> None:

@@ -231,7 +231,7 @@ def _attention(reader: _Reader, there: str, split: _Rank) -> Iterator[tuple[str,
 
 
 def _delta_net(reader: _Reader, there: str, split: _Rank) -> Iterator[tuple[str, torch.Tensor]]:
-    """in_proj: rows of query, key, value, gate z, b and a, of this rank's heads; conv1d: channels of the first three."""
+    """in_proj: this rank's rows of query, key, value, gate z, b and a; conv1d: its channels of the first three."""
     fields, at = reader.fields, f"{there}.linear_attn"
     keys, values = fields.key_heads * fields.key_dim, fields.value_heads * fields.value_dim
     heads, hidden, three = fields.value_heads, fields.hidden, (keys, keys, values)

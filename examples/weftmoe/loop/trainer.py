@@ -293,6 +293,7 @@ class MegatronGrpo:
                 activation_scales=settings.publish.activation_scales,
                 slots=settings.optimizer.slots,
                 slot_numel=settings.optimizer.slot_numel,
+                architecture=settings.model.architecture,
                 shared_folder=shared,
             ),
         )

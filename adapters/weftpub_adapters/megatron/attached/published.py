@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weftpub.canonical import FAMILIES, CanonicalTensor
+from weftpub.canonical import FAMILIES, CanonicalTensor, family_of
 from weftpub.errors import ConfigError
 from weftpub.memory import Allocator
 from weftpub.store import ExpertStore, StoreLayout
@@ -60,7 +60,9 @@ def make_store(prepared: Prepared) -> ExpertStore:
                 f"{list(shapes[item.matrix.projection])}; experts must be alike"
             )
     device = next(iter(expert_items(prepared.layers))).parameter.device
-    layers, experts = [layer.layer for layer in prepared.layers], prepared.layers[0].experts
+    layers, experts = tuple(layer.layer for layer in prepared.layers), prepared.layers[0].experts
+    family = family_of(prepared.settings.architecture)
+    layout = StoreLayout(layers, tuple(experts), hidden, intermediate, family=family)
     return ExpertStore(
         layers,
         experts,
@@ -68,7 +70,8 @@ def make_store(prepared: Prepared) -> ExpertStore:
         intermediate,
         preset=prepared.settings.preset,
         device=device,
-        allocator=_allocator(prepared, StoreLayout(tuple(layers), tuple(experts), hidden, intermediate), device),
+        allocator=_allocator(prepared, layout, device),
+        family=family,
         measure_change=prepared.settings.measure_change,
         lease_timeout=prepared.settings.lease_timeout,
         name="attached experts",

@@ -10,6 +10,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from weftpub.canonical import family_of
 from weftpub.errors import ConfigError
 
 __all__ = ["AttachSettings", "ScaleRule", "Variant"]
@@ -29,6 +30,8 @@ class AttachSettings:
             the same one.
         slots: staging slots. Three overlap a load, an update and a store.
         slot_numel: elements of the largest matrix that a slot takes; None fits the largest matrix of the model.
+        architecture: of the model in Hugging Face's words, a name of `weftpub.canonical.FAMILIES`; an engine that
+            shares the experts' memory must be of the same one.
         measure_change: count the published bytes that each step changed; fp8 only.
         lease_timeout: seconds that a step waits for publishes and checkpoints that still read, and they for a step.
         shared_folder: where this trainer and the engine on the same GPU meet to share W and its scales, a folder of
@@ -38,7 +41,7 @@ class AttachSettings:
             writes to it then is ended.
 
     Raises:
-        ConfigError: an unknown variant or rule, or a number out of range.
+        ConfigError: an unknown variant, rule or architecture, or a number out of range.
     """
 
     variant: Variant = "fp8"
@@ -46,12 +49,14 @@ class AttachSettings:
     activation_scales: ScaleRule = "fp32"
     slots: int = 3
     slot_numel: int | None = None
+    architecture: str = "Qwen3MoeForCausalLM"
     measure_change: bool = True
     lease_timeout: float = 300.0
     shared_folder: str | None = None
     shared_protected: bool = False
 
     def __post_init__(self) -> None:
+        family_of(self.architecture)
         for name, kind in (("variant", Variant), ("activation_scales", ScaleRule)):
             if getattr(self, name) not in get_args(kind):
                 raise ConfigError(
