@@ -129,3 +129,35 @@ def test_bridge_models_train_attached_and_export_and_import(auto_bridge: Any, ch
     load_hf(attachment, bridge, models, checkpoint)
     assert attachment.store.sha256() == first
     attachment.close()
+
+
+def test_bridge_calls_the_parameters_of_qwen35_by_the_same_names(auto_bridge: Any, tmp_path: Path) -> None:
+    """TransformerEngine's layers cannot be built on a CPU; Bridge knows what their parameters are called, and which
+    tensors of a checkpoint they come from."""
+    from fnmatch import fnmatchcase
+
+    from hybrid_checkpoints import make_model, multimodal_form, read_tensors, save_text_form
+    from megatron.bridge.models.qwen.qwen35_bridge import Qwen35MoEBridge
+
+    from weftmoe.loop.weights import megatron_name, rank_parameters
+    from weftpub_adapters.megatron import read_config, read_fields
+
+    save_text_form(make_model(), tmp_path / "text")
+    multimodal_form(tmp_path / "text", tmp_path / "whole")
+    fields = read_fields(read_config(tmp_path / "whole"))
+    mappings = Qwen35MoEBridge._get_moe_lm_mappings("model.language_model.", experts_packed=True)
+    patterns = {mapping.megatron_param for mapping in mappings}
+    tensors = read_tensors(tmp_path / "whole")
+    found = {megatron_name(name, fields) for name, _ in rank_parameters(tensors, fields)}
+    unknown = sorted(name for name in found if sum(fnmatchcase(name, pattern) for pattern in patterns) != 1)
+    assert unknown == []
+    used = [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in found)]
+    # Bridge has two rows for experts: grouped ones, which these are, and one module an expert.
+    assert {pattern for pattern in patterns if "local_experts" not in pattern} == set(used)
+    sources = {
+        name
+        for mapping in mappings
+        for name in (mapping.hf_param.values() if isinstance(mapping.hf_param, dict) else [mapping.hf_param])
+    }
+    left_out = ("mtp.", "model.visual.")
+    assert all(any(fnmatchcase(t, s) for s in sources) for t in tensors if not t.startswith(left_out))
