@@ -19,7 +19,7 @@ _SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 32,
     "linear_key_head_dim": 16,
-    "linear_value_head_dim": 8,
+    "linear_value_head_dim": 16,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "moe_intermediate_size": 32,
