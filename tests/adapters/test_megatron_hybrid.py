@@ -64,7 +64,7 @@ def test_logits_are_those_of_transformers(forms: tuple[Any, dict[str, Path]], fo
     with torch.no_grad():
         expected = reference(input_ids=tokens).logits
     assert float(expected.std()) > 0.2
-    torch.testing.assert_close(logits(model, tokens), expected, rtol=0, atol=1e-3)
+    torch.testing.assert_close(logits(model, tokens), expected, rtol=0, atol=5e-3)
 
 
 @pytest.mark.parametrize("form", ["text", "multimodal"])

@@ -36,7 +36,7 @@ def ranks(found: Path, key: str) -> list[Any]:
 
 def test_logits_of_both_ranks_are_those_of_transformers(found: Path) -> None:
     together = torch.cat(ranks(found, "logits"), dim=-1)
-    torch.testing.assert_close(together, torch.load(found / "expected.pt"), rtol=0, atol=1e-3)
+    torch.testing.assert_close(together, torch.load(found / "expected.pt"), rtol=0, atol=5e-3)
 
 
 def test_both_ranks_together_publish_the_checkpoint(found: Path) -> None:
