@@ -104,10 +104,13 @@ def resolve(
     """Settings of a command line: options first, overrides last.
 
     Raises:
-        ConfigError: as `weftmoe.settings.load`; or a model with --smoke, which makes its own.
+        ConfigError: as `weftmoe.settings.load`; or a checkpoint with --smoke, which makes its own.
     """
-    if smoke and model is not None:
-        raise ConfigError("--smoke makes a model of its own; leave --model out, or train it without --smoke")
+    if smoke and model is not None and Path(model).is_dir():
+        raise ConfigError(
+            f"--smoke makes a model of its own, of the family of a configuration: give --model one of "
+            f"{', '.join(composed.MODELS)}, or train {model} without --smoke"
+        )
     options = {"data.path": data, "steps": steps, "seed": seed, "out": out}
     given = [f"{key}={value}" for key, value in options.items() if value is not None]
     place = None

@@ -20,7 +20,7 @@ usage: run.sh baseline|bf16|fp8 [options] [block.key=value ...]
   --steps N            steps to train
   --out DIR            everything that the run writes (runs/weftmoe)
   --seed N             of data, sampling and made models
-  --smoke              the tiny run: made model and arithmetic, on one GPU or without
+  --smoke              the tiny run: made model, of the family of --model NAME, and arithmetic; on one GPU or without
   --grace SECONDS      that the run has for ending by itself when it is interrupted (60)
   --save-grace SECONDS that it has for saving and ending when it is told to come again (240)
   --on-term end|save   what SIGTERM means: an interruption (end), or to come again, as where jobs are preempted by it

@@ -59,14 +59,20 @@ def test_a_machine_without_a_gpu_runs_one_rank() -> None:
     assert "--nproc-per-node=1" in torchrun_command(composed.load("fp8", smoke="cpu"))
 
 
+def test_a_smoke_makes_a_model_of_the_family_that_is_named(tmp_path: Path) -> None:
+    made = resolve("fp8", smoke=True, gpus=0, model="Qwen/Qwen3.5-35B-A3B-Base").model
+    assert (made.path, made.architecture) == ("made", "Qwen3_5MoeForConditionalGeneration")
+    assert resolve("fp8", smoke=True, gpus=0).model.architecture == "Qwen3MoeForCausalLM"
+    with pytest.raises(ConfigError, match="makes a model of its own"):
+        resolve("fp8", smoke=True, model=str(tmp_path))
+
+
 def test_options_come_before_overrides() -> None:
     given: Any = {"steps": 5, "seed": 7, "out": Path("there"), "data": "d.parquet"}
     settings = resolve("bf16", length="16k", gpus=4, overrides=["seed=8"], **given)
     assert (settings.steps, settings.seed, settings.out, settings.data.path) == (5, 8, Path("there"), "d.parquet")
     assert (settings.length.name, settings.cluster.gpus) == ("16k", 4)
     assert resolve("fp8", smoke=True, gpus=0).rollout.engine == "sampler"
-    with pytest.raises(ConfigError, match="makes a model of its own"):
-        resolve("fp8", smoke=True, model="qwen3-30b-a3b")
 
 
 def run(*arguments: str) -> int:
