@@ -12,7 +12,7 @@ from hybrid_checkpoints import LAYERS, make_model, multimodal_form, read_tensors
 from megatron_support import megatron_ready
 
 from weftpub.errors import CheckpointError, ConfigError
-from weftpub_adapters.megatron import Qwen35MoeFields, read_config, read_fields, read_hybrid_parameters
+from weftpub_adapters.megatron import AttachSettings, Qwen35MoeFields, read_config, read_fields, read_hybrid_parameters
 
 pytestmark = pytest.mark.isolated("megatron")
 
@@ -176,3 +176,10 @@ def test_ranks_that_cannot_share_heads_are_refused(forms: tuple[Any, dict[str, P
     assert isinstance(fields, Qwen35MoeFields)
     with pytest.raises(ConfigError, match="num_key_value_heads"):
         list(read_hybrid_parameters(tensors, fields, tensor=(0, 4)))
+
+
+def test_an_attachments_store_is_of_the_models_family() -> None:
+    """An engine that shares the experts' memory compares it with its own."""
+    assert AttachSettings(architecture="Qwen3_5MoeForCausalLM").architecture == "Qwen3_5MoeForCausalLM"
+    with pytest.raises(ConfigError, match="'GptForCausalLM'; known: Qwen3MoeForCausalLM"):
+        AttachSettings(architecture="GptForCausalLM")

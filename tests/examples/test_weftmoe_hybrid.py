@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from weftmoe import settings as composed
+from weftmoe.grpo import Sequence, microbatches
+from weftmoe.loop import trainer as trainer_module
 from weftmoe.loop.model import config_fields
 from weftmoe.loop.shape import shape_of
 from weftmoe.loop.trainer import layout_of
@@ -22,6 +24,7 @@ from weftpub.errors import ConfigError
 from weftpub_adapters.megatron import Qwen35MoeFields, read_config, read_fields
 
 MODEL = "qwen3.5-35b-a3b-base"
+ONE_RANK = ("train.tensor=1", "train.sequence_parallel=false")
 KINDS = {"l": "linear_attention", "f": "full_attention"}
 # What the shipped sizes leave out.
 MORE = {"rms_norm_eps": 1e-6, "rope_parameters": {"rope_theta": 1e7, "rope_type": "default"}}
@@ -54,6 +57,26 @@ def test_sequences_are_packed_where_every_layer_can_tell_them_apart(
     """Megatron's delta nets take packed sequences only with flash-linear-attention, which they do not use when they are
     to be deterministic."""
     assert layout_of(composed.load("fp8", model=model, smoke=place, overrides=list(overrides))) == layout
+
+
+@pytest.mark.parametrize(("experts", "masked"), [("sequential", True), ("grouped", False)])
+def test_padded_rows_have_a_mask_where_attention_needs_one(
+    experts: str, masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TransformerEngine's causal attention takes none, and one of a whole microbatch's length squared is memory."""
+    trainer: Any = object.__new__(trainer_module.MegatronGrpo)
+    trainer._settings = composed.load("fp8", model=MODEL, overrides=[f"train.experts={experts}", *ONE_RANK])
+    masks: list[Any] = []
+    trainer.ddp = lambda tokens, positions, mask, **_: masks.append(mask)
+    trainer.device = torch.device("cpu")
+    sequences = [Sequence(n, tuple(range(5 + n)), 2, (-1.0,) * (3 + n)) for n in range(2)]
+    (batch,) = microbatches(sequences, budget=100, layout="padded")
+    trainer._log_probabilities(batch)
+    (mask,) = masks
+    assert (mask is not None) is masked
+    if mask is not None:
+        assert mask.shape == (1, 1, 5, 5)
+        assert torch.equal(mask[0, 0], ~torch.ones(5, 5, dtype=torch.bool).tril())
 
 
 def test_megatron_is_told_what_the_checkpoint_fixes(fields: Qwen35MoeFields) -> None:
