@@ -37,7 +37,9 @@ CASES: dict[str, Case] = {
     "tp2-ep2-tied": Case(2, 2, 2, tied=True),
     "tp2-dp2-ep2": Case(4, 2, 2),
     "hybrid-tp2-ep2": Case(2, 2, 2, architecture="Qwen3_5MoeForCausalLM"),
+    "adamw-resumed": Case(1, 1, 1),
 }
+RESUMED = "adamw-resumed"
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -115,6 +117,46 @@ def gathered(name: str, case: Case, rank: int, folder: Path) -> dict[str, str]:
     return found
 
 
+def resumed(name: str, case: Case, rank: int, folder: Path) -> dict[str, str]:
+    """A baseline with torch's own AdamW trains a step, saves, and is read by another: names of masters and moments that
+    differ."""
+    from weftmoe.loop import checkpoint
+    from weftmoe.loop.ranks import Ranks
+    from weftmoe.loop.trainer import MegatronGrpo
+    from weftmoe.telemetry.record import Counters
+
+    store = torch.distributed.FileStore(str(folder / f"{name}.rendezvous"), case.world)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=case.world)
+    settings, device = settings_of(case), torch.device("cpu")
+    optimizer = settings.optimizer.model_copy(update={"name": "adamw", "lr": 1e-2})
+    settings = settings.model_copy(update={"optimizer": optimizer, "out": folder / f"{name}-out"})
+    first = MegatronGrpo(settings, folder / name, device)
+    for _ in range(2):
+        for number, parameter in enumerate(first.ddp.parameters()):
+            parameter.main_grad.fill_(0.01 * (number % 7 + 1))
+        first.optimizer.step()
+    path = checkpoint.save(settings.out, first, checkpoint.LoopState(2, {}, Counters(), {}), Ranks())
+    expected = state_of(first.optimizer)
+    other = MegatronGrpo(settings, folder / name, device, read_weights=False)
+    checkpoint.load(path, other, {})
+    found = state_of(other.optimizer)
+    torch.distributed.barrier()
+    assert expected.keys() == found.keys()
+    assert len(expected) > 10
+    return {key: "differs" for key in expected if expected[key] != found[key]}
+
+
+def state_of(optimizer: Any) -> dict[str, str]:
+    """Masters, moments and steps of Megatron's optimizers."""
+    return {
+        f"{child}.{group}.{place}.{name}": digest(tensor)
+        for child, one in enumerate(optimizer.chained_optimizers)
+        for group, held in enumerate(one.optimizer.param_groups)
+        for place, parameter in enumerate(held["params"])
+        for name, tensor in {"master": parameter.detach(), **one.optimizer.state[parameter]}.items()
+    }
+
+
 def main() -> int:
     from weftpub_demo import cpu_megatron
 
@@ -127,6 +169,8 @@ def main() -> int:
     import megatron.core.models.gpt.gpt_model  # noqa: F401
 
     for name, case in CASES.items():
+        if name == RESUMED:
+            continue
         children = []
         for rank in range(case.world):
             child = os.fork()
@@ -142,6 +186,9 @@ def main() -> int:
         if max(abs(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) for child in children):
             print(f"{name}: a rank failed", file=sys.stderr)
             return 1
+    # In this process: a checkpoint's writers are processes that a forked one cannot start.
+    found = resumed(RESUMED, CASES[RESUMED], 0, folder)
+    (folder / f"{RESUMED}.0.json").write_text(json.dumps(found), encoding="utf-8")
     return 0
 
 
