@@ -250,7 +250,9 @@ class Room:
         smoke = base.smoke.model_copy(update={"warmup_steps": limit})
         device = "cpu" if self.options.cpu else "cuda"
         path = self.model_path(seed, name)
-        made = make_model(path, smoke, seed=seed, tokens=base.length.context, device=device)
+        made = make_model(
+            path, smoke, seed=seed, tokens=base.length.context, device=device, architecture=base.model.architecture
+        )
         print(f"model {path.name}: {made}", flush=True)
 
     def run_all(self, runs: Sequence[Run]) -> list[Ended]:
