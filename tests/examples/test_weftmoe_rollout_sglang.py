@@ -4,6 +4,8 @@ import importlib.util
 import json
 import os
 import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -16,7 +18,8 @@ from weftmoe.rollout import Request
 from weftmoe.rollout.engine import _buckets, process_environment
 from weftmoe.rollout.sglang import SglangRollout, engine_arguments, engine_directory
 from weftmoe.schema import Settings
-from weftpub.errors import ConfigError, StateError
+from weftpub.errors import ChannelError, ConfigError, StateError, WeftpubError
+from weftpub.publisher import ThreadGroup
 
 
 def settings(variant: str, length: str = "8k", *overrides: str) -> Settings:
@@ -163,3 +166,111 @@ def test_the_engines_view_of_a_model_has_no_weights(tmp_path: Path, monkeypatch:
     assert json.loads((view / "config.json").read_text())["quantization_config"] == {"quant_method": "fp8"}
     plain = module.engine_directory(tmp_path / "bf16", model, settings("bf16"))
     assert "quantization_config" not in json.loads((plain / "config.json").read_text())
+
+
+# The baseline on several ranks: rank 0 has the engine, and the GPUs of all are concerned.
+
+
+class Handle:
+    """Notes what it is told; `fails` raises."""
+
+    def __init__(self, fails: str = "") -> None:
+        self.calls: list[str] = []
+        self._fails = fails
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> bool:
+            words = [str(argument) for argument in arguments if not isinstance(argument, float)]
+            self.calls.append(" ".join([name, *words]))
+            if name == self._fails:
+                raise ChannelError(f"{name} refused")
+            return True
+
+        return call
+
+
+def rank_of(number: int, groups: list[ThreadGroup], handle: Handle, monkeypatch: pytest.MonkeyPatch) -> SglangRollout:
+    made = SglangRollout(settings("baseline", "16k"), Path(), {}, (7,), "run", Path())
+    made._ranks = SimpleNamespace(world=2, first=number == 0)  # type: ignore[assignment]
+    monkeypatch.setattr(made, "_group", lambda: groups[number])
+    made._handle = handle if number == 0 else None  # type: ignore[assignment]
+
+    class Gathers:
+        def run(self, sources: Any, pack: Any, deliver: Any, *, delivery: float) -> None:
+            if number == 0:
+                deliver(["payload of 0", "payload of 1"])
+
+    made._gather = Gathers()  # type: ignore[assignment]
+    return made
+
+
+def on_both(ranks: list[SglangRollout], step: Callable[[SglangRollout], Any]) -> list[Any]:
+    """What a step returned or raised on each rank, which are threads."""
+
+    def run(rank: SglangRollout) -> Any:
+        try:
+            return step(rank)
+        except WeftpubError as error:
+            return error
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(run, ranks))
+
+
+def test_rank_0_makes_the_calls_of_a_baselines_step_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle, groups = Handle(), ThreadGroup.of_size(2)
+    ranks = [rank_of(number, groups, handle, monkeypatch) for number in (0, 1)]
+
+    def step(rank: SglangRollout) -> Any:
+        rank.drain()
+        rank.release()
+        published = rank.publish(3, {}, None)
+        rank.resume()
+        rank.continue_()
+        return published.version, published.check.method
+
+    assert on_both(ranks, step) == [(3, "none")] * 2
+    assert handle.calls == [
+        "pause drain",
+        "flush",
+        "release ('kv_cache', 'weights')",
+        "resume ['weights']",
+        "begin_update",
+        "load_bucket ['payload of 0', 'payload of 1']",
+        "end_update",
+        "set_weight_version 3",
+        "resume ['kv_cache']",
+        "continue_",
+    ]
+
+
+def test_an_engine_gets_memory_back_when_all_ranks_have_given_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 was ready first; the engine took the memory of a GPU whose trainer still had its gradients there."""
+    handle, groups = Handle(), ThreadGroup.of_size(2)
+    first, second = (rank_of(number, groups, handle, monkeypatch) for number in (0, 1))
+    for rank in (first, second):
+        rank._away = True
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(first.resume)
+        with pytest.raises(TimeoutError):
+            waiting.result(timeout=0.05)
+        assert handle.calls == []
+        second.resume()
+        waiting.result(timeout=30)
+    assert handle.calls == ["resume ['kv_cache']"]
+
+
+@pytest.mark.parametrize("fails", ["pause", "release", "begin_update", "set_weight_version", "continue_"])
+def test_what_the_engine_refuses_all_ranks_hear(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = ThreadGroup.of_size(2)
+    ranks = [rank_of(number, groups, Handle(fails), monkeypatch) for number in (0, 1)]
+
+    def step(rank: SglangRollout) -> None:
+        rank.drain()
+        rank.release()
+        rank.publish(3, {}, None)
+        rank.continue_()
+
+    for found in on_both(ranks, step):
+        assert isinstance(found, ChannelError)
+        assert f"{fails} refused" in str(found)

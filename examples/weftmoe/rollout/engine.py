@@ -75,7 +75,8 @@ class UpdatableEngine(LocalEngine):
         from sglang.srt.utils import MultiprocessingSerializer
 
         ranks = int(self._manager.server_args.tp_size)
-        return await self._send_update([MultiprocessingSerializer.serialize(part) for _ in range(ranks)], None)
+        payloads: list[Any] = [MultiprocessingSerializer.serialize(part) for _ in range(ranks)]
+        return await self._send_update(payloads, None)
 
     async def _send_update(self, payloads: list[bytes], load_format: str | None) -> tuple[Any, ...]:
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
@@ -107,7 +108,7 @@ def serialized_bucket(bucket: Bucket, buffer: torch.Tensor) -> str:
         )
         for whole in bucket.tensors
     ]
-    payload = MultiprocessingSerializer.serialize({"flattened_tensor": _Handle(buffer), "metadata": metadata})
+    payload: Any = MultiprocessingSerializer.serialize({"flattened_tensor": _Handle(buffer), "metadata": metadata})
     return base64.b64encode(payload).decode("ascii")
 
 

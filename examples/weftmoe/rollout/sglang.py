@@ -251,7 +251,6 @@ class SglangRollout:
                 delivery=seconds,
             )
             self._first("end of the update", lambda handle: handle.end_update(seconds), seconds)
-            torch.cuda.ipc_collect()  # buckets that workers have let go of
         self._first("weight version", lambda handle: handle.set_weight_version(str(version)), deadlines.control)
         self._version = version
         spent = {"total": (time.perf_counter() - began) * 1e3}
@@ -388,6 +387,9 @@ def _unmeasured(device: str) -> None:
 
 
 def _return_cached_memory() -> None:
-    """Give torch's cached blocks back to the GPU: the engine in the other process needs real memory."""
+    """Give torch's cached blocks back to the GPU, and buckets that the engine's workers have let go of: the engine in
+    the other process needs real memory.
+    """
     if torch.cuda.is_available():
+        torch.cuda.ipc_collect()
         torch.cuda.empty_cache()
