@@ -1,4 +1,4 @@
-"""SGLang's own update from tensors, as the baseline of weftmoe sends it: a bucket of whole tensors, packed by each rank,
+"""SGLang's own update from tensors, as the baseline of weftmoe sends it: buckets of whole tensors, packed by each rank,
 into the real models of an engine's workers.
 """
 
@@ -12,7 +12,7 @@ from checkpoints import random_tensors
 from layouts import BASE, HYBRID
 
 from weftmoe.rollout.engine import serialized_bucket
-from weftmoe.rollout.gather import Bucket, BucketGather, make_buckets
+from weftmoe.rollout.gather import BucketGather, make_buckets
 from weftpub.plan import Shard, dtype_name
 from weftpub.publisher import SoloGroup
 from weftpub_adapters.sglang import ServedModel, build_model
@@ -73,7 +73,7 @@ def test_workers_take_their_parts_of_whole_tensors(config: Mapping[str, Any], si
         poisoned(served)
         gather.run(
             tensors,
-            lambda bucket, buffer: serialized_bucket(bucket, buffer),
+            serialized_bucket,
             lambda payloads, served=served: load_bucket(served, payloads[0]),
             delivery=30.0,
         )
