@@ -34,6 +34,7 @@ def test_no_file_names_somebodys_own_folders() -> None:
 
 
 def test_such_a_path_is_found() -> None:
-    text = "cd /home" + "/mx/runs; {out}/root/a.json, ../root/b, OUT/root/c, '/root" + "/x.py'"
-    assert list(own_paths(text.encode())) == ["/home" + "/mx/runs;", "/root" + "/x.py"]
+    home, root = "/" + "home", "/" + "root"  # put together, as this file is looked at, too
+    text = f"cd {home}/mx/runs; {{out}}{root}/a.json, ..{root}/b, OUT{root}/c, '{root}/x.py'"
+    assert list(own_paths(text.encode())) == [f"{home}/mx/runs;", f"{root}/x.py"]
     assert list(own_paths(b"\0" + text.encode())) == []

@@ -3,7 +3,9 @@ into the real models of an engine's workers.
 """
 
 import base64
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,9 @@ from weftpub.plan import Shard, dtype_name
 from weftpub.publisher import SoloGroup
 from weftpub_adapters.sglang import ServedModel, build_model
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
+from sglang_update import update_from_tensors
+
 pytestmark = pytest.mark.isolated("sglang")
 
 CPU = torch.device("cpu")
@@ -24,23 +29,7 @@ CPU = torch.device("cpu")
 
 def load_bucket(served: ServedModel, payload: str) -> None:
     """What a worker does with its payload, by SGLang's own code."""
-    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
-    from sglang.srt.utils import MultiprocessingSerializer
-
-    with served.active():
-        updater = WeightUpdater(
-            tp_rank=0,
-            device="cpu",
-            gpu_id=0,
-            model_config=None,
-            custom_weight_loaders={},
-            get_model=lambda: served.model,
-            update_model_fields=lambda **_: None,
-            recapture_cuda_graph=lambda: None,
-            get_model_runner=lambda: None,
-        )
-        tensors = MultiprocessingSerializer.deserialize(base64.b64decode(payload))
-        assert updater.update_weights_from_tensor(tensors, "flattened_bucket") == (True, "Success")
+    assert update_from_tensors(served, base64.b64decode(payload), "flattened_bucket", CPU) == (True, "Success")
 
 
 def poisoned(served: ServedModel) -> dict[str, torch.Tensor]:

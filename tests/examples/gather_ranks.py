@@ -5,17 +5,16 @@ names to sha256 by bucket, what rank 0 delivered, and the errors.
 """
 
 import hashlib
-import json
-import os
 import sys
 import time
-import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from forked_ranks import fork_ranks
 
 from weftmoe.rollout.gather import Bucket, BucketGather, make_buckets
 from weftpub.errors import ChannelError, WeftpubError
@@ -160,19 +159,7 @@ def run(name: str, case: Case, rank: int, folder: Path) -> dict[str, Any]:
 def main() -> int:
     folder = Path(sys.argv[1])
     for name, case in CASES.items():
-        children = []
-        for rank in range(case.world):
-            child = os.fork()
-            if child == 0:
-                try:
-                    found = run(name, case, rank, folder)
-                    (folder / f"{name}.{rank}.json").write_text(json.dumps(found), encoding="utf-8")
-                except BaseException:
-                    traceback.print_exc()
-                    os._exit(1)
-                os._exit(0)
-            children.append(child)
-        if max(abs(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) for child in children):
+        if not fork_ranks(name, case.world, partial(run, name, case, folder=folder), folder):
             return 1
     return 0
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from decoder_support import check_stretches, whole
 
 from weftmoe.rollout import Request
-from weftmoe.rollout.forward import Decoder
 from weftmoe.rollout.forward_hybrid import HybridDecoder, decoder_of
 from weftmoe.rollout.sampling import Distribution, draw, score
 
@@ -107,10 +107,6 @@ def twins() -> tuple[Any, HybridDecoder]:
     return model, decoder
 
 
-def whole(decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:
-    return decoder(tokens, torch.zeros(len(tokens), dtype=torch.int64), decoder.cache(*tokens.shape))
-
-
 def test_logits_are_those_of_transformers(twins: tuple[Any, HybridDecoder]) -> None:
     model, decoder = twins
     tokens = torch.randint(0, 50, (3, 21), generator=torch.Generator().manual_seed(1))
@@ -121,20 +117,8 @@ def test_logits_are_those_of_transformers(twins: tuple[Any, HybridDecoder]) -> N
 
 
 def test_stretches_with_a_cache_are_the_whole(twins: tuple[Any, HybridDecoder]) -> None:
-    """Rows of different lengths, right-padded prompts first and then a token at a time, as sampling does it. Padding
-    runs through the delta nets' states, too, and must not be seen afterwards."""
-    _, decoder = twins
-    tokens = torch.randint(0, 50, (2, 9), generator=torch.Generator().manual_seed(2))
-    expected = whole(decoder, tokens)
-    lengths, cache = torch.tensor([3, 6]), decoder.cache(2, 9)
-    prompts = tokens[:, :6].clone()
-    prompts[0, 3:] = 49
-    first = decoder(prompts, torch.zeros(2, dtype=torch.int64), cache)
-    torch.testing.assert_close(first[0, :3], expected[0, :3], rtol=1e-4, atol=1e-4)
-    for step in range(3):
-        places = lengths + step
-        found = decoder(tokens[torch.arange(2), places][:, None], places, cache)[:, 0]
-        torch.testing.assert_close(found, expected[torch.arange(2), places], rtol=1e-4, atol=1e-4)
+    """Padding runs through the delta nets' states, too."""
+    check_stretches(twins[1])
 
 
 def test_what_is_drawn_is_scored_alike(twins: tuple[Any, HybridDecoder]) -> None:

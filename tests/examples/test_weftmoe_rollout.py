@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from decoder_support import check_stretches, whole
 
 from weftmoe.rollout import Request, Rollout
 from weftmoe.rollout.checks import byte_check
@@ -81,10 +82,6 @@ def twins(request: pytest.FixtureRequest) -> tuple[Any, Decoder]:
     return model, decoder
 
 
-def whole(decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:
-    return decoder(tokens, torch.zeros(len(tokens), dtype=torch.int64), decoder.cache(*tokens.shape))
-
-
 def test_logits_are_those_of_transformers(twins: tuple[Any, Decoder]) -> None:
     model, decoder = twins
     tokens = torch.randint(0, 50, (3, 11), generator=torch.Generator().manual_seed(1))
@@ -94,19 +91,7 @@ def test_logits_are_those_of_transformers(twins: tuple[Any, Decoder]) -> None:
 
 
 def test_stretches_with_a_cache_are_the_whole(twins: tuple[Any, Decoder]) -> None:
-    """Rows of different lengths, right-padded prompts first and then a token at a time, as sampling does it."""
-    _, decoder = twins
-    tokens = torch.randint(0, 50, (2, 9), generator=torch.Generator().manual_seed(2))
-    expected = whole(decoder, tokens)
-    lengths, cache = torch.tensor([3, 6]), decoder.cache(2, 9)
-    prompts = tokens[:, :6].clone()
-    prompts[0, 3:] = 49  # padding, which must not be seen afterwards
-    first = decoder(prompts, torch.zeros(2, dtype=torch.int64), cache)
-    torch.testing.assert_close(first[0, :3], expected[0, :3], rtol=1e-4, atol=1e-4)
-    for step in range(3):
-        places = lengths + step
-        found = decoder(tokens[torch.arange(2), places][:, None], places, cache)[:, 0]
-        torch.testing.assert_close(found, expected[torch.arange(2), places], rtol=1e-4, atol=1e-4)
+    check_stretches(twins[1])
 
 
 def test_a_split_model_is_refused() -> None:

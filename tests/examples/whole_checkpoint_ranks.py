@@ -6,14 +6,14 @@ OUT/CASE.RANK.json holds by name the sha256 of what a rank has gathered, and OUT
 
 import hashlib
 import json
-import os
 import sys
-import traceback
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from forked_ranks import fork_ranks
 from safetensors import safe_open
 
 WAIT_S = 60.0
@@ -171,19 +171,7 @@ def main() -> int:
     for name, case in CASES.items():
         if name == RESUMED:
             continue
-        children = []
-        for rank in range(case.world):
-            child = os.fork()
-            if child == 0:
-                try:
-                    found = gathered(name, case, rank, folder)
-                    (folder / f"{name}.{rank}.json").write_text(json.dumps(found), encoding="utf-8")
-                except BaseException:
-                    traceback.print_exc()
-                    os._exit(1)
-                os._exit(0)
-            children.append(child)
-        if max(abs(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) for child in children):
+        if not fork_ranks(name, case.world, partial(gathered, name, case, folder=folder), folder):
             print(f"{name}: a rank failed", file=sys.stderr)
             return 1
     # In this process: a checkpoint's writers are processes that a forked one cannot start.

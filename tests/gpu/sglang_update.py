@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["WAYS", "apply_update", "as_bucket", "as_named"]
+__all__ = ["WAYS", "apply_update", "as_bucket", "as_named", "update_from_tensors"]
 
 
 def as_named(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, Any]:
@@ -35,12 +35,8 @@ WAYS: Mapping[str, tuple[Callable[[Mapping[str, torch.Tensor]], tuple[bytes, Any
 }
 
 
-def apply_update(served: Any, payload: bytes, load_format: str | None, device: torch.device) -> str:
-    """Run the update on a `ServedModel`, and wait for the GPU.
-
-    Returns:
-        SGLang's message if it failed, else "".
-    """
+def update_from_tensors(served: Any, payload: bytes, load_format: str | None, device: torch.device) -> tuple[bool, str]:
+    """What SGLang's worker does with a payload, on a `ServedModel`; its answer. Does not wait for the GPU."""
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
     from sglang.srt.utils import MultiprocessingSerializer
 
@@ -57,6 +53,16 @@ def apply_update(served: Any, payload: bytes, load_format: str | None, device: t
             get_model_runner=lambda: None,
         )
         good, message = updater.update_weights_from_tensor(MultiprocessingSerializer.deserialize(payload), load_format)
+        return good, message
+
+
+def apply_update(served: Any, payload: bytes, load_format: str | None, device: torch.device) -> str:
+    """Run the update on a `ServedModel`, and wait for the GPU.
+
+    Returns:
+        SGLang's message if it failed, else "".
+    """
+    good, message = update_from_tensors(served, payload, load_format, device)
     if device.type == "cuda":
         torch.cuda.synchronize()
     return "" if good else message

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,13 +71,18 @@ def test_a_page_of_fewer_gpus_says_what_did_not_run(tmp_path: Path) -> None:
         assert "not on this page: train, publish, smoke." in text
 
 
+def write_runs(folder: Path, **runs: dict[str, Any]) -> None:
+    """Raw files of runs, by name."""
+    for name, data in runs.items():
+        (folder / f"{name}.json").write_text(json.dumps(data), encoding="utf-8")
+
+
 def test_a_section_that_a_later_run_replaced_is_named(tmp_path: Path) -> None:
     """A measure that had failed went from the page without a word when another one passed."""
     script = importlib.import_module("weftmoe_smoke_page")
     raw = json.loads((RESULTS / "2026-11-30-weftmoe-h200/kl.json").read_text(encoding="utf-8"))
     first = {**raw, "commit": "abcdef0", "checks": {"kl/x: y": {"passed": False, "detail": "no"}}}
-    for name, data in (("first", first), ("second", raw)):
-        (tmp_path / f"{name}.json").write_text(json.dumps(data), encoding="utf-8")
+    write_runs(tmp_path, first=first, second=raw)
     page = tmp_path / "page.md"
     script.main(page, [str(tmp_path / "first.json"), str(tmp_path / "second.json"), f"{tmp_path / 'first.json'}:Other"])
     text = page.read_text(encoding="utf-8")
@@ -126,8 +132,7 @@ def test_a_later_section_of_the_sglang_page_wins_and_the_earlier_is_named(tmp_pa
     script = importlib.import_module("sglang_adapter_page")
     raw = json.loads((RESULTS / "2026-11-30-sglang-h200/faults.json").read_text(encoding="utf-8"))
     failed = {**raw, "commit": "abcdef0", "checks": {"faults/x": {"passed": False, "detail": "no"}}}
-    for name, data in (("first", failed), ("second", raw)):
-        (tmp_path / f"{name}.json").write_text(json.dumps(data), encoding="utf-8")
+    write_runs(tmp_path, first=failed, second=raw)
     page = tmp_path / "page.md"
     script.main(page, [str(tmp_path / "first.json"), str(tmp_path / "second.json")])
     text = page.read_text(encoding="utf-8")
