@@ -106,12 +106,22 @@ def make_model(
     config = model_config(smoke, tokens, architecture)
     model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
     model = model.float().to(device)
+    _fill_padding_row(model, config)
     warmup = _warm_up(model, tokenizer, smoke, seed, progress)
     model.to(torch.bfloat16).save_pretrained(str(directory))
     if architecture == _MULTIMODAL:
         _deepen(directory)
     write_note(directory, smoke, warmup, seed=seed, tokens=tokens, architecture=architecture)
     return warmup
+
+
+@torch.no_grad()
+def _fill_padding_row(model: Any, config: Any) -> None:
+    """Give the padding token's embedding ordinary values. transformers makes that row zero, but a completion may hold
+    the token, and there RMSNorm's derivative is 1 / sqrt(eps) = 1000: one such token ruled the norm of all gradients.
+    """
+    row = model.get_input_embeddings().weight[config.pad_token_id]
+    row.normal_(std=config.initializer_range)
 
 
 def _deepen(directory: Path) -> None:
