@@ -2,8 +2,9 @@
 
 import multiprocessing as mp
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from publish_world import World, assert_serves
 from weftpub.channel import Deadlines
 from weftpub.errors import ChannelError, ConfigError, DeadlineError, ManifestError, PlanError, WeftpubError
 from weftpub.plan import Move
-from weftpub.publisher import Publisher, RankGroup, SoloGroup, ThreadGroup, TorchGroup, barrier
+from weftpub.publisher import CurveKeys, Peer, Publisher, RankGroup, SoloGroup, ThreadGroup, TorchGroup, barrier
+from weftpub.publisher import groups as groups_module
 from weftpub.publisher.agreement import agree
 from weftpub.publisher.sender import Sender
 from weftpub.publisher.transfer import Transfer
+from weftpub.receive import Receiver, ReceiverThread
 from weftpub.receive.reception import Reception
 from weftpub.version import EngineState
 
@@ -284,9 +287,119 @@ class TestGroups:
         assert [str(error) for error in found] == ["no", "sender rank 0: no"]
         assert all(isinstance(error, PlanError) for error in found)
 
+    @pytest.mark.parametrize("size", [0, 7, 8, 9, 100])
+    def test_what_is_larger_than_a_value_of_the_store_arrives(self, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Torch's TCP store refuses values above 8 MiB, and closes the connection of whoever sends one."""
+        monkeypatch.setattr(groups_module, "_LARGEST_VALUE", 8)
+        store, sent = _Small(), bytes(range(size))
+        one, other = (_group_over(store, rank) for rank in range(2))
+        for group in (one, other):
+            group.begin("a")
+        other.gather(sent, "p", 5)
+        assert one.gather(b"own", "p", 5) == [b"own", sent]
+        one.broadcast(sent, "p", 5)
+        assert other.broadcast(None, "p", 5) == sent
+        assert store.held == {}
+
     def test_torch_group_needs_torch_distributed(self) -> None:
         with pytest.raises(ConfigError, match="init_process_group"):
             TorchGroup()
+
+
+class _Small:
+    """A store that refuses values of more than 12 bytes: eight, and the number of the other parts."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, bytes] = {}
+
+    def set(self, key: str, value: bytes) -> None:
+        assert len(value) <= 12, "the connection would be closed"
+        self.held[key] = value
+
+    def get(self, key: str) -> bytes:
+        return self.held[key]
+
+    def wait(self, keys: list[str], limit: object) -> None:
+        assert all(key in self.held for key in keys)
+
+    def delete_key(self, key: str) -> None:
+        del self.held[key]
+
+
+def _group_over(store: _Small, rank: int) -> TorchGroup:
+    group = TorchGroup.__new__(TorchGroup)
+    group.rank, group.size, group._store, group._run_id = rank, 2, store, "run"
+    return group
+
+
+class TestHosts:
+    """Two hosts, an engine and a sender rank on each: rank 0 reaches the other host's engine over TCP, the other rank
+    cannot reach the socket on rank 0's host at all.
+    """
+
+    WORLD = World(experts=2, ep=1, engines=2, replicas=2, extra=EXTRA)
+
+    @pytest.fixture
+    def senders(self, tmp_path: Path) -> Iterator[tuple[Room, list[Publisher]]]:
+        (server, server_secret), *clients = (CurveKeys.generate_pair() for _ in range(3))
+        with open_room(self.WORLD, tmp_path) as room:
+            room.threads[1].stop()
+            keys = CurveKeys(server, server_secret, tuple(public for public, _ in clients))
+            receiver = Receiver(room.engines[1], run_id="run", version=0)
+            room.threads[1] = ReceiverThread(receiver, "tcp://127.0.0.1:0", keys=keys).__enter__()
+            made = []
+            for group, (public, secret) in zip(ThreadGroup.of_size(2), clients, strict=True):
+                near = Peer(
+                    0, room.peers[0].address if group.rank == 0 else f"ipc://{tmp_path}/elsewhere/r0", "engine0"
+                )
+                far = Peer(1, room.threads[1].address, "engine1", CurveKeys(public, secret, (server,)))
+                made.append(
+                    room.publisher(group=group, peers=[near, far], deadlines=replace(Deadlines.all(20), hello=1.0))
+                )
+            yield room, made
+
+    def test_one_version_on_all_hosts(self, senders: tuple[Room, list[Publisher]]) -> None:
+        room, made = senders
+        assert {(move.send_rank, move.recv_rank) for move in self.WORLD.plan().moves} == {(0, 0), (1, 1)}
+        for version in (1, 2):
+            reports = publish_all(room, made, version)
+            assert all(report == reports[0] for report in reports)
+        for engine in room.engines:
+            assert engine.serving
+            assert_serves(engine, 2)
+
+    @pytest.mark.parametrize("host", [0, 1])
+    def test_no_host_serves_a_version_that_one_has_not_verified(
+        self, senders: tuple[Room, list[Publisher]], host: int
+    ) -> None:
+        room, made = senders
+        publish_all(room, made, 1)
+        room.engines[host].fail_in["post_process"] = "no memory for it"
+        errors = publish_all(room, made, 2)
+        assert all(isinstance(error, WeftpubError) for error in errors)
+        assert all("no memory for it" in str(error) and f"engine{host}" in str(error) for error in errors)
+        assert room.recorded() == 1
+        assert not any(engine.serving for engine in room.engines)
+        assert [engine.version for engine in room.engines] == [1, 1]
+        room.engines[host].fail_in.clear()
+        publish_all(room, made, 2)
+        for engine in room.engines:
+            assert engine.serving
+            assert_serves(engine, 2)
+
+    def test_a_host_that_is_gone_is_everybodys_error(self, senders: tuple[Room, list[Publisher]]) -> None:
+        room, made = senders
+        publish_all(room, made, 1)
+        room.threads[1].stop()
+        errors = publish_all(room, made, 2)
+        assert all(isinstance(error, DeadlineError) and "receiver rank 1" in str(error) for error in errors)
+        assert room.recorded() == 1
+        assert_serves(room.engines[0], 1)
+
+    def test_replicas_on_other_hosts_are_compared(self, senders: tuple[Room, list[Publisher]]) -> None:
+        room, made = senders
+        errors = publish_all(room, made, 1, versions=[1, 2])
+        assert all(isinstance(error, ManifestError) and "replicas differ" in str(error) for error in errors)
 
 
 def _torch_rank(rank: int, folder: str, peers: list[Any], queue: Any) -> None:

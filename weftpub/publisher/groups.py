@@ -17,6 +17,8 @@ from weftpub.errors import ChannelError, ConfigError
 
 __all__ = ["RankGroup", "SoloGroup", "ThreadGroup", "TorchGroup", "barrier"]
 
+_LARGEST_VALUE = 4 << 20  # of the store: torch's TCP store refuses values above 8 MiB, and closes the connection
+
 
 class RankGroup(Protocol):
     """Sender ranks that publish together. Every rank calls the same operations in the same order."""
@@ -185,18 +187,25 @@ class TorchGroup(_KeyedGroup):
         return f"weftpub/{self._run_id}/{self._round}/{self._step}/{rank}"
 
     def _post(self, rank: int, payload: bytes) -> None:
-        self._store.set(self._key(rank), payload)
+        key, parts = self._key(rank), range(_LARGEST_VALUE, len(payload), _LARGEST_VALUE)
+        for number, start in enumerate(parts, 1):
+            self._store.set(f"{key}/{number}", payload[start : start + _LARGEST_VALUE])
+        # Last: whoever finds it finds the others.
+        self._store.set(key, len(parts).to_bytes(4, "big") + payload[:_LARGEST_VALUE])
 
     def _take(self, rank: int, deadline: Deadline, cause: str) -> bytes:
         key = self._key(rank)
         try:
             self._store.wait([key], timedelta(seconds=max(deadline.left, 0.001)))
-            value = bytes(self._store.get(key))
+            first = bytes(self._store.get(key))
+            keys = [key, *(f"{key}/{number}" for number in range(1, int.from_bytes(first[:4], "big") + 1))]
+            value = first[4:] + b"".join(bytes(self._store.get(part)) for part in keys[1:])
         except RuntimeError as error:  # torch's store errors, a timeout among them
             if deadline.passed:
                 raise deadline.error(cause) from error
             raise ChannelError(
                 f"{deadline.peer}: the group's store failed in phase {deadline.phase}: {error}; has rank 0's host gone?"
             ) from error
-        self._store.delete_key(key)
+        for part in keys:
+            self._store.delete_key(part)
         return value

@@ -14,7 +14,7 @@ others are torn and fenced. After the record nothing is aborted; `recover` finis
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -54,7 +54,8 @@ class Publisher:
     Args:
         run_id: name of the run; receivers listen to their run only.
         plan: who sends what to whom; None until `set_plan`, as describing the engines comes before planning.
-        peers: every receiver, those of all engines.
+        peers: every receiver, those of all engines. Rank 0 has to reach all of them, another rank those that it sends
+            to: an engine on another host may listen on TCP (`Peer.keys`).
         commit_path: file of the commit record, on storage that outlives the driver; every run has its own. Rank 0
             writes it, and beside it a file that counts the publishers of the run.
         transport: "auto" takes the best that works with each receiver.
@@ -303,7 +304,9 @@ class Publisher:
                 )
             return self._session
 
-        self._link(self._agree("open", lambda: plan.digest, conclude, 0.0))
+        session = self._agree("open", lambda: plan.digest, conclude, 0.0)
+        mine = None if self._group.rank == 0 else {move.recv_rank for move in plan.for_sender(self._group.rank)}
+        self._link(session, mine)
 
     def _send_all(
         self, plan: Plan, nonce: str, clock: PhaseClock, progress: "_Progress", *, sha256: bool
@@ -501,9 +504,10 @@ class Publisher:
             self._coordinator = Coordinator(links, self._policy, self._deadlines, self._here, take, quiet)
         return self._coordinator
 
-    def _link(self, session: str) -> None:
+    def _link(self, session: str, ranks: Collection[int] | None = None) -> None:
+        """Connect to receivers; None: to all of them. Sockets of other hosts' engines cannot be reached from here."""
         for peer in self._peers:
-            if peer.rank not in self._links:
+            if peer.rank not in self._links and (ranks is None or peer.rank in ranks):
                 self._links[peer.rank] = PeerLink(peer, self._run_id, session, self._here, self._context)
 
     def _required_plan(self) -> Plan:
