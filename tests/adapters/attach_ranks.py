@@ -6,10 +6,13 @@ Writes what it found as JSON: losses, norms, and the sha256 of every published t
 import json
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+
+FAULTS = ("gradient", "begin", "quantizer", "master", "stall")
 
 
 def main(rank: int, world: int, rendezvous: str, output: str) -> None:
@@ -17,7 +20,10 @@ def main(rank: int, world: int, rendezvous: str, output: str) -> None:
 
     cpu_megatron.install()
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
+    limit = timedelta(seconds=100)  # a rank that waits for one that has failed shall say so
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=limit
+    )
     from attach_support import start
 
     start(expert_parallel=world)
@@ -53,7 +59,56 @@ def run(optimizer: str, rank: int, world: int) -> dict[str, Any]:
             found["after_nan"] = attachment.store.sha256() == found["sha256"]
         if attachment is not None:
             attachment.close()
+    found["faults"] = {fault: fail(optimizer, fault, rank, first) for fault in FAULTS}
     return found
+
+
+def fail(optimizer: str, fault: str, rank: int, first: int) -> dict[str, Any]:
+    """Rank 1 alone fails in its second step; what each rank raises, and what its store and masters are afterwards."""
+    from attach_support import build, gradients, train
+
+    from weftpub_adapters.megatron.attached import attach
+
+    ddp, opt = build(optimizer, "fp8", first=first)
+    attachment = attach(ddp, opt)
+    train(ddp, opt)
+    gradients(ddp, opt)
+    store = attachment.store
+    if rank == 1:
+        if fault == "gradient":
+            lose_a_gradient(attachment)
+        elif fault == "begin":
+            store.begin = refuse
+        elif fault == "quantizer":
+            store._encoder.write = refuse
+        elif fault == "master":
+            next(master for name, master in attachment.masters().items() if "experts" in name)[0, 0] = float("nan")
+        else:
+            attachment._refresh = refuse
+    found: dict[str, Any] = {}
+    try:
+        opt.step()
+    except Exception as error:
+        found |= {"kind": type(error).__name__, "text": str(error)}
+    found |= {"state": str(store.state), "generation": store.generation}
+    found["torn"] = [child.masters.torn is not None for child in attachment._children]
+    return found
+
+
+def lose_a_gradient(attachment: Any) -> None:
+    """One parameter has none when Megatron has prepared them all."""
+    prepare, key = attachment._inner_prepare, attachment._children[0].units[0].key
+
+    def prepared() -> bool:
+        found = prepare()
+        key.grad = key.decoupled_grad = None
+        return bool(found)
+
+    attachment._inner_prepare = prepared
+
+
+def refuse(*_: Any, **__: Any) -> None:
+    raise ArithmeticError("what this rank does fails")
 
 
 if __name__ == "__main__":

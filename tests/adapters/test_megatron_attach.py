@@ -340,28 +340,6 @@ def test_a_master_that_no_quantizer_reads_is_never_published_unless_it_is_finite
         opt.step()
 
 
-def test_a_gradient_that_is_missing_on_one_rank_is_told_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank raised before the ranks ask each other whether their gradients are finite, and the others waited for its
-    answer until NCCL's timeout.
-    """
-    from attach_support import build, gradients
-
-    from weftpub_adapters.megatron.attached import attach
-
-    ddp, opt = build("muon", "fp8")
-    attachment = attach(ddp, opt)
-    gradients(ddp, opt)
-    told: list[float] = []
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda flag, op: told.append(flag.item()))
-    unit = attachment._children[0].units[0]
-    opt.prepare_grads()
-    monkeypatch.setattr(unit.key, "grad", None)
-    with pytest.raises(StateError, match="has no gradient"):
-        attachment._check_gradients()
-    assert told == [1.0]
-
-
 def test_a_row_block_that_is_not_finite_is_found_too() -> None:
     from weftpub_adapters.megatron.attached.host_state import Unit
     from weftpub_adapters.megatron.attached.plain import FiniteWatch, PlainWriter

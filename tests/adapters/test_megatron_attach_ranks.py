@@ -1,6 +1,7 @@
 """Two ranks share the experts over gloo: global expert ids, one norm, and an error on one rank that stops both."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -57,5 +58,37 @@ def test_two_ranks_train_and_publish_their_own_experts(ranks: list[dict[str, Any
     assert losses == sorted(losses, reverse=True)
     assert losses == pytest.approx([step[0] for step in plain], rel=5e-3)
     assert "row 0, column 0" in ranks[1]["nan"]
-    assert "another rank" in ranks[0]["nan"]
+    assert re.search(r"checking gradients failed on rank 1: .*row 0, column 0.* Nothing was changed", ranks[0]["nan"])
     assert all(rank["after_nan"] for rank in ranks)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adam"])
+@pytest.mark.parametrize(
+    ("fault", "own", "told", "torn"),
+    [
+        ("gradient", "StateError", "NonFiniteGradientError", False),
+        ("begin", "ArithmeticError", "StateError", False),
+        ("quantizer", "ArithmeticError", "TornError", True),
+        ("master", "NonFiniteError", "TornError", True),
+        ("stall", "ArithmeticError", "TornError", False),
+    ],
+)
+def test_an_error_of_one_rank_is_raised_on_all_with_its_reason(
+    ranks: list[dict[str, Any]], optimizer: str, fault: str, own: str, told: str, torn: bool
+) -> None:
+    """A trainer rank that found NaN in a master raised alone: the others had sealed the step, went on to the publish,
+    and said two hours later that a rank had not come. One whose quantizer raised left them in Megatron's exchange of
+    the other weights.
+    """
+    there, here = (rank[optimizer]["faults"][fault] for rank in ranks)
+    assert (here["kind"], there["kind"]) == (own, told)
+    assert "rank 1: " + own in there["text"]
+    assert here["text"] in there["text"]
+    for rank in (there, here):
+        if torn:
+            assert all(rank["torn"])
+            # Where nothing of the new generation was written, the old one is whole, and its masters are gone.
+            assert (rank["state"], rank["generation"]) == ("torn", None) or (fault, rank) == ("quantizer", here)
+        else:
+            assert not any(rank["torn"])
+            assert (rank["state"], rank["generation"]) == ("sealed", 2 if fault == "stall" else 1)

@@ -164,6 +164,15 @@ class ExpertStore:
         """The callable that optimizers hand each complete updated master to; the same one for every step."""
         return self._writer
 
+    def require_sealable(self) -> None:
+        """What `seal` would raise, asked before: for ranks that seal together or not at all. Waits for the device.
+
+        Raises:
+            GenerationError, NonFiniteError (weftpub_kernels): as `seal`. Nothing is sealed or torn by it.
+        """
+        self._require_written("require_sealable")
+        self._encoder.raise_if_nonfinite()
+
     def seal(self) -> SealReport:
         """Make the written generation readable.
 
@@ -171,13 +180,7 @@ class ExpertStore:
             GenerationError: matrices were not written; lists them, and they can still be written.
             NonFiniteError (weftpub_kernels): a master held NaN or Inf; names it. The store is torn then.
         """
-        generation = self._guard.require_writing("seal")
-        missing = [matrix.name for matrix in self._ledger.behind(self._own_parts, generation)]
-        if missing:
-            raise GenerationError(
-                f"{self._name}: generation {generation} lacks {len(missing)} of {len(self._written)} matrices: "
-                f"{format_names(missing)}; write them, or mark_torn and load a checkpoint"
-            )
+        generation = self._require_written("seal")
         try:
             self._encoder.raise_if_nonfinite()
             report = self._report(generation)
@@ -412,6 +415,17 @@ class ExpertStore:
         if self.layout.format == "bf16":
             return ("w",)
         return ("w", "scale") if self._memory.shared_wt else PARTS
+
+    def _require_written(self, action: str) -> int:
+        """The generation being written; GenerationError unless every matrix of it is there."""
+        generation = self._guard.require_writing(action)
+        missing = [matrix.name for matrix in self._ledger.behind(self._own_parts, generation)]
+        if missing:
+            raise GenerationError(
+                f"{self._name}: generation {generation} lacks {len(missing)} of {len(self._written)} matrices: "
+                f"{format_names(missing)}; write them, or mark_torn and load a checkpoint"
+            )
+        return generation
 
     def _write(self, name: str, master: torch.Tensor) -> None:
         generation = self._guard.require_writing(f"writing {name}")

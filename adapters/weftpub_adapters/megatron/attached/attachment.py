@@ -16,7 +16,7 @@ tensors.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -24,10 +24,10 @@ from typing import Any
 import torch
 
 from weftpub.canonical import CanonicalTensor
-from weftpub.errors import ConfigError, NonFiniteGradientError, StateError
+from weftpub.errors import ConfigError, NonFiniteGradientError, StateError, TornError, WeftpubError
 from weftpub.optim import StepReport, gradient_norms
 from weftpub.staging import Lanes, SlotPool, StagingPipeline, Writer, open_lanes
-from weftpub.store import ExpertStore, SealReport, StoreState
+from weftpub.store import ExpertStore, SealReport, Step, StoreState
 from weftpub.store.guard import GenerationGuard
 from weftpub_adapters.megatron.attached.binding import Binding, bind
 from weftpub_adapters.megatron.attached.buffers import ExpertMemory, ParameterMemory
@@ -46,9 +46,14 @@ from weftpub_adapters.megatron.attached.published import (
 )
 from weftpub_adapters.megatron.attached.refusals import check_optimizer_config, check_parallel, check_wrapper_config
 from weftpub_adapters.megatron.attached.selection import ExpertLayer, chunks_of
+from weftpub_adapters.megatron.attached.together import together
 from weftpub_adapters.megatron.attached.variants import AttachSettings
 
 __all__ = ["Attachment", "StepSummary", "attach"]
+
+# How things stand when one of several ranks failed.
+_UNCHANGED = "Nothing was changed on any rank."
+_TORN = "No rank has sealed it; load the last checkpoint on all of them."
 
 
 @dataclass(frozen=True)
@@ -301,60 +306,68 @@ class Attachment(OffloadTags, Checkpointing):
         """Stands for the optimizer's `step_with_ready_grads`: norms and clipping are done, nothing is written yet."""
         self._require_open("a step")
         self.require_loaded("a step")
-        self._check_gradients()
+        with self._together("checking gradients", _UNCHANGED, told=NonFiniteGradientError):
+            for child in self._children:
+                gradient_norms(child.gradients())
         with self._writing(self._generation + 1) as seal:
             success = bool(self._inner_step())
         reports = tuple(child.report for child in self._children if child.report is not None)
-        if any(report.none_changed for report in reports):
-            raise StateError(
-                "the step changed not one byte of its masters although learning rates and gradients are not zero; "
-                "the updates are lost on their way, or the learning rate is below FP32's resolution"
-            )
-        self._refresh()
+        with self._together(f"ending the step of generation {self._generation}", "Its bytes are written."):
+            if any(report.none_changed for report in reports):
+                raise StateError(
+                    "the step changed not one byte of its masters although learning rates and gradients are not zero; "
+                    "the updates are lost on their way, or the learning rate is below FP32's resolution"
+                )
+            self._refresh()
         self.last_step = StepSummary(self._generation, reports, seal.get("report"))
         return success
 
-    def _check_gradients(self) -> None:
-        """An error on every rank, before the first write, if any rank lacks a gradient or has a NaN or Inf."""
-        found: NonFiniteGradientError | StateError | None = None
-        gradients: dict[str, torch.Tensor] = {}
-        try:
-            for child in self._children:
-                gradients.update(child.gradients())
-            gradient_norms(gradients)
-        except (NonFiniteGradientError, StateError) as error:
-            found = error
-        if torch.distributed.get_world_size() > 1:
-            flag = torch.tensor([float(found is not None)], device=self.device)
-            torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
-            if found is None and flag.item():
-                found = NonFiniteGradientError(
-                    "another rank has a gradient that is not finite, or none; nothing was changed on any rank"
-                )
-        if found is not None:
-            raise found
+    def _together(
+        self, doing: str, outcome: str, *, told: type[WeftpubError] = TornError
+    ) -> AbstractContextManager[None]:
+        return together(doing, self.device, outcome, told=told)
 
     @contextmanager
     def _writing(self, generation: int, *, recover: bool = False) -> Iterator[dict[str, SealReport]]:
-        """One generation; if it fails half-way, or a master became NaN or Inf, store and masters are torn."""
+        """One generation, sealed on all ranks or on none; if it fails half-way on one, or a master became NaN or Inf
+        there, store and masters are torn on each.
+        """
         outcome: dict[str, SealReport] = {}
         self._watch.reset()
+        for child in self._children:
+            child.fault = None
+        with ExitStack() as stack:
+            with self._together(f"beginning generation {generation}", _UNCHANGED, told=StateError):
+                begun = stack.enter_context(self._begun(generation, recover))
+            with self._together(f"writing generation {generation}", _TORN):
+                yield outcome
+                for child in self._children:
+                    child.raise_fault()
+                self._watch.raise_if_nonfinite()
+                if self.store is not None:
+                    self.store.require_sealable()
+        if begun is not None:
+            outcome["report"] = begun.report
+        self._generation = generation
+
+    @contextmanager
+    def _begun(self, generation: int, recover: bool) -> Iterator[Step | None]:
+        """A generation of the store, or of the BF16 parameters, until it is sealed or torn."""
         if self.store is not None:
             with self.store.writing(generation, on_torn=self._tear_masters, recover=recover) as step:
-                yield outcome
-                self._watch.raise_if_nonfinite()
-            outcome["report"] = step.report
-        else:
-            (self._guard.begin_recovery if recover else self._guard.begin)(generation)
-            try:
-                yield outcome
-                self._watch.raise_if_nonfinite()
-            except BaseException as error:
-                self._guard.tear(f"generation {generation} failed half-way: {error}")
-                self._tear_masters(self._guard.torn_reason)
+                yield step
+            return
+        (self._guard.begin_recovery if recover else self._guard.begin)(generation)
+        try:
+            yield None
+        except BaseException as error:
+            if not (recover or self._watch.seen):
+                self._guard.cancel()
                 raise
-            self._guard.seal()
-        self._generation = generation
+            self._guard.tear(f"generation {generation} failed half-way: {error}")
+            self._tear_masters(self._guard.torn_reason)
+            raise
+        self._guard.seal()
 
     def rewrite(self) -> None:
         """Write a new generation from the masters as they are, such as after a checkpoint was loaded.

@@ -13,6 +13,7 @@ from weftpub.optim import Override, StagedOptimizer, StepReport
 from weftpub.staging import StagingPipeline, Writer
 from weftpub_adapters.megatron.attached.host_state import HostState, Unit
 from weftpub_adapters.megatron.attached.plain import PlainWriter
+from weftpub_adapters.megatron.attached.together import several_ranks
 
 __all__ = ["MakeCore", "StagedChild", "StagedInner"]
 
@@ -49,6 +50,7 @@ class StagedChild:
         for name, (unit, _) in self._pieces.items():
             unit.masters.append(self.masters[name])
         self.report: StepReport | None = None
+        self.fault: Exception | None = None
         self.snapshot: Callable[[], bool] = _never
         self._core: StagedOptimizer[Any] | None = None
 
@@ -62,7 +64,8 @@ class StagedChild:
     def open(self, pipeline: StagingPipeline, make_core: MakeCore, writers: Mapping[str, Writer]) -> None:
         """Join masters and slots. `writers` by unit name."""
         per_master = {
-            name: _piece_writer(writers[unit.name], unit, flat) for name, (unit, flat) in self._pieces.items()
+            name: self._kept(_piece_writer(writers[unit.name], unit, flat))
+            for name, (unit, flat) in self._pieces.items()
         }
         units = {name: unit for name, (unit, _) in self._pieces.items()}
         self._core = make_core(self.masters, pipeline, per_master, units)
@@ -89,7 +92,26 @@ class StagedChild:
         return found
 
     def step(self) -> None:
-        """Update every master and hand it to its writer; learning rates and decays are those of the groups now."""
+        """Update every master and hand it to its writer; learning rates and decays are those of the groups now.
+
+        With several ranks nothing is raised here: Megatron exchanges between ranks inside its step, Muon for each
+        matrix, and those that have no error would wait there. `raise_fault` says it when all are through.
+        """
+        try:
+            self._step()
+        except Exception as error:  # raised by raise_fault
+            self._keep(error)
+        else:
+            if self.fault is not None:
+                self.masters.mark_torn(f"they were updated, and not all was written: {self.fault}")
+
+    def raise_fault(self) -> None:
+        """Raise the first error since the last call that was kept."""
+        fault, self.fault = self.fault, None
+        if fault is not None:
+            raise fault
+
+    def _step(self) -> None:
         core = self.core
         rates = {name: float(unit.group["lr"]) for name, (unit, _) in self._pieces.items()}
         core.overrides = {
@@ -109,6 +131,24 @@ class StagedChild:
         if self.masters.torn is not None and all(wanted <= unit.replaced for unit in self.units):
             with self.masters.changing("loading an optimizer checkpoint"):
                 pass
+
+    def _kept(self, writer: Writer) -> Writer:
+        """The same writer, whose error is kept, and after it nothing more is written."""
+
+        def write(name: str, matrix: torch.Tensor, /) -> None:
+            if self.fault is not None:
+                return
+            try:
+                writer(name, matrix)
+            except Exception as error:  # raised by raise_fault
+                self._keep(error)
+
+        return write
+
+    def _keep(self, error: Exception) -> None:
+        if not several_ranks():
+            raise error
+        self.fault = self.fault or error
 
     def write_all(self) -> None:
         """Show every master to its writer as it is."""

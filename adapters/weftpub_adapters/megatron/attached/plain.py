@@ -22,13 +22,21 @@ class FiniteWatch:
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._any = False
 
     def reset(self) -> None:
         """Forget what was seen; a generation begins."""
         self._seen.clear()
+        self._any = False
+
+    @property
+    def seen(self) -> bool:
+        """Whether anything was written since `reset`."""
+        return self._any
 
     def note(self, name: str, written: torch.Tensor) -> None:
         """Look at what was written, ``[M, N]`` or ``[N]``, on the current stream."""
+        self._any = True
         self._seen[name] = written, written.isfinite().all()
 
     def raise_if_nonfinite(self) -> None:
