@@ -3,6 +3,7 @@
 settings.yaml    the resolved settings, which every rank reads
 run.lock         held while the run goes on
 stopped.json     the run was told to end, and did: where it goes on when it is started again, which removes this
+starts           Slurm's starts since the newest checkpoint, and its name: `slurm.sbatch` writes and reads it
 before-1, ...    what runs wrote that were given up: a start with `checkpoint.resume` false sets it aside
 """
 

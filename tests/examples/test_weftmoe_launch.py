@@ -820,6 +820,10 @@ exit 0
 NODE_RUN = r"""#!/usr/bin/env bash
 here="$(cd -- "$(dirname -- "$0")" && pwd)"
 printf '%s\n' "$*" >>"$here/calls"
+if [[ -e "$here/makes" ]]; then
+  step="$(printf '%s/step-%06d' "$(cat "$here/makes")" "$(wc -l <"$here/calls")")"
+  mkdir -p "$step" && touch "$step/loop.json"
+fi
 if [[ -e "$here/long" ]]; then
   sleep 300 &
   trap 'kill $!; exit "$(cat "$here/code")"' USR1
@@ -839,9 +843,10 @@ def cluster(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def job(cluster: Path, *options: str) -> "subprocess.Popen[str]":
+def job(cluster: Path, *options: str, restarts: int = 0) -> "subprocess.Popen[str]":
     environment = {
         **os.environ,
+        **({"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}),
         "PATH": f"{cluster}:{os.environ['PATH']}",
         "SLURM_JOB_ID": "12345",
         "SLURM_JOB_NODELIST": "node-[a-b]",
@@ -854,6 +859,7 @@ def job(cluster: Path, *options: str) -> "subprocess.Popen[str]":
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,
     )
 
 
@@ -883,6 +889,68 @@ def test_a_job_near_its_end_is_queued_again_unless_its_run_is_over(
     process.send_signal(number)
     assert finish(process)[0] == exits
     assert queued_again(cluster) is again
+
+
+def checkpoint(folder: Path, step: int) -> None:
+    path = folder / "checkpoints" / f"step-{step:06d}" / "loop.json"
+    path.parent.mkdir(parents=True)
+    path.touch()
+
+
+def test_a_job_without_progress_is_not_queued_again_for_ever(cluster: Path) -> None:
+    """A step took longer than the job's time limit: for a week the job was queued again, and came to the same point."""
+    (cluster / "code").write_text("75")
+    checkpoint(cluster / "o", 20)
+    for restarts in range(2):
+        assert finish(job(cluster, restarts=restarts))[0] == 0
+    code, said = finish(job(cluster, restarts=2))
+    assert code == 1
+    assert "3 starts in a row have made no checkpoint after step-000020 in o" in said
+    assert (cluster / "scontrol.calls").read_text().splitlines().count("requeue 12345") == 2
+    assert len(calls(cluster)) == 3
+
+
+def test_starts_that_slurm_made_by_itself_count_too(cluster: Path) -> None:
+    """A node that the run brings down each time: nothing of the job is left to ask for anything."""
+    (cluster / "long").touch()
+    for restarts in range(2):
+        process = job(cluster, "--starts-without-progress", "2", restarts=restarts)
+        until(lambda: (cluster / "started").exists())
+        (cluster / "started").unlink()
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=LIMIT_S)
+    code, said = finish(job(cluster, "--starts-without-progress", "2", restarts=2))
+    assert code == 1
+    assert "2 starts in a row have made no checkpoint after none" in said
+    assert len(calls(cluster)) == 2
+    assert not any("without-progress" in call for call in calls(cluster))
+
+
+@pytest.mark.parametrize(("options", "folder"), [((), "o"), (("out=p",), "p")])
+def test_a_job_with_progress_is_queued_again_for_ever(cluster: Path, options: tuple[str, ...], folder: str) -> None:
+    (cluster / "code").write_text("75")
+    (cluster / "makes").write_text(f"{folder}/checkpoints")
+    for restarts in range(4):
+        assert finish(job(cluster, "--starts-without-progress", "1", *options, restarts=restarts))[0] == 0
+    assert (cluster / "scontrol.calls").read_text().splitlines().count("requeue 12345") == 4
+    assert (cluster / folder / "starts").read_text() == "1 step-000003\n"
+
+
+def test_a_job_that_is_submitted_anew_counts_from_the_beginning(cluster: Path) -> None:
+    (cluster / "code").write_text("75")
+    (cluster / "o").mkdir()
+    (cluster / "o" / "starts").write_text("3 none\n")
+    assert finish(job(cluster, restarts=3))[0] == 1
+    assert calls(cluster) == []
+    assert finish(job(cluster))[0] == 0
+    assert (cluster / "o" / "starts").read_text() == "1 none\n"
+
+
+@pytest.mark.parametrize("value", ["0", "many", ""])
+def test_a_limit_of_starts_is_a_number(cluster: Path, value: str) -> None:
+    code, said = finish(job(cluster, "--starts-without-progress", value))
+    assert (code, calls(cluster)) == (2, [])
+    assert "needs a number of starts" in said
 
 
 def test_the_job_asks_to_be_queued_again_and_to_be_told_in_time() -> None:
