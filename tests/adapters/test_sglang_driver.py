@@ -1,13 +1,14 @@
 """The five calls of a colocated step against an engine that behaves as SGLang does, its fatal assertions included."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from weftpub.errors import ChannelError, ConfigError, DeadlineError, StateError, TornError
+from weftpub.errors import ChannelError, ConfigError, DeadlineError, StateError, TornError, WeftpubError
 from weftpub.plan import ParameterSpec
 from weftpub.publisher import EngineOutcome, Peer, PublishReport, ThreadGroup
 from weftpub.receive import EngineDescription
@@ -70,7 +71,9 @@ class FakeEngine:
         self.publisher = FakePublisher.session  # that its receiver listens to
         self.going: tuple[int, ...] = ()  # other workers, which compute requests
 
-    def start_receivers(self, run_id: str, directory: Any, *, first_rank: int = 0, version: int | None = None) -> Any:
+    def start_receivers(
+        self, run_id: str, directory: Any, *, first_rank: int = 0, version: int | None = None, tcp: Any = None
+    ) -> Any:
         return [Peer(first_rank, f"ipc:///{self.name}", self.name)]
 
     def stop_receivers(self, run_id: str) -> None: ...
@@ -259,7 +262,8 @@ def step(engine: FakeEngine, publisher: FakePublisher, gpu: FakeGpu) -> Colocate
 
 
 def colocated(handles: Any, publisher: Any, gpu: FakeGpu, **settings: Any) -> ColocatedEngine:
-    return ColocatedEngine(handles, publisher, deadlines=SOON, measure=gpu.measure, spare_bytes=0, **settings)
+    settings = {"deadlines": SOON, **settings}
+    return ColocatedEngine(handles, publisher, measure=gpu.measure, spare_bytes=0, **settings)
 
 
 def test_a_step_makes_its_calls_in_order_and_the_version_comes_last(
@@ -732,7 +736,7 @@ def test_engines_that_serve_already_do_not_keep_another_from_going_on(gpu: FakeG
     step.continue_()
     assert (restarted.version, restarted.paused) == ("4", False)
     assert first.calls == before
-    with pytest.raises(StateError, match="engine a: continue_ refused while it is serving; call drain first"):
+    with pytest.raises(StateError, match="engine a, b: continue_ refused while it is serving; call drain first"):
         step.continue_()
 
 
@@ -780,6 +784,84 @@ def test_ranks_without_handles_take_part_and_hear_of_failures(engine: FakeEngine
     assert all("call drain first" in str(text) for text in found)
     with pytest.raises(ConfigError, match="sender rank 1 has handles"):
         colocated(engine, publishers[1], gpu, group=groups[1])
+
+
+def on_hosts(gpus: Sequence[FakeGpu], **settings: Any) -> tuple[list[FakeEngine], list[ColocatedEngine]]:
+    """An engine on each of several hosts, and the ranks that drive them."""
+    engines = [FakeEngine(gpu, f"host-{number}") for number, gpu in enumerate(gpus)]
+    groups = ThreadGroup.of_size(len(engines))
+    steps = [
+        colocated(engine, FakePublisher(*engines), gpu, group=group, spread=True, **settings)
+        for engine, gpu, group in zip(engines, gpus, groups, strict=True)
+    ]
+    return engines, steps
+
+
+def on_all(steps: Sequence[ColocatedEngine], call: Callable[[ColocatedEngine], Any]) -> list[str]:
+    """What each rank raises in a call that all make; "" for nothing."""
+
+    def attempt(step: ColocatedEngine) -> str:
+        try:
+            call(step)
+        except WeftpubError as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    with ThreadPoolExecutor(len(steps)) as pool:
+        return list(pool.map(attempt, steps))
+
+
+def test_each_host_drives_its_own_engine(gpu: FakeGpu) -> None:
+    engines, steps = on_hosts([gpu, FakeGpu()])
+    calls: list[Callable[[ColocatedEngine], Any]] = [
+        lambda step: step.drain(),
+        lambda step: step.release(),
+        lambda step: step.publish(3, {}),
+        lambda step: step.resume(),
+        lambda step: step.continue_(),
+    ]
+    for call in calls:
+        assert on_all(steps, call) == ["", ""]
+    for engine in engines:
+        assert engine.calls[-3:] == ["version 3", "resume kv_cache", "continue"]
+        assert not engine.away
+    assert [list(step.standing) for step in steps] == [["host-0"], ["host-1"]]
+    refused = "StateError: engine host-0, host-1: continue_ refused while it is serving; call drain first"
+    assert [text.removeprefix("sender rank 0: ") for text in on_all(steps, calls[-1])] == [refused] * 2
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_what_fails_on_one_host_is_everybodys_error(gpu: FakeGpu, host: int) -> None:
+    engines, steps = on_hosts([gpu, FakeGpu()])
+    engines[host].busy = 10**6
+    errors = on_all(steps, lambda step: step.drain())
+    assert errors[host].startswith(f"DeadlineError: engine host-{host}: its cache could not be flushed")
+    assert errors[1 - host].startswith(f"DeadlineError: sender rank {host}: engine host-{host}: its cache")
+    engines[host].busy = 0
+    on_all(steps, lambda step: step.drain())
+    on_all(steps, lambda step: step.publish(1, {}))
+    engines[host].deaf = 10**6
+    errors = on_all(steps, lambda step: step.continue_())
+    assert all(f"engine host-{host}, receiver ranks" in text for text in errors)
+    engines[host].deaf = 0
+    assert on_all(steps, lambda step: step.continue_()) == ["", ""], "the other one serves, and is left alone"
+    assert not any(engine.paused for engine in engines)
+
+
+def test_nothing_is_done_on_any_host_before_all_ranks_have_come(gpu: FakeGpu) -> None:
+    engines, steps = on_hosts([gpu, FakeGpu()], deadlines=replace(SOON, control=0.2))
+    (error,) = on_all(steps[:1], lambda step: step.drain())
+    assert "sender rank 1" in error
+    assert [engine.calls for engine in engines] == [[], []]
+
+
+def test_a_host_whose_publisher_is_stale_touches_no_engine(gpu: FakeGpu) -> None:
+    engines, steps = on_hosts([gpu, FakeGpu()])
+    engines[1].publisher = "6" * 32  # that came later
+    for step in steps:
+        step._publisher.stale = True
+    assert all("this one is stale" in text for text in on_all(steps, lambda step: step.drain()))
+    assert [engine.calls for engine in engines] == [[], []]
 
 
 def test_free_memory_that_cannot_be_measured_is_not_waited_for() -> None:

@@ -31,6 +31,7 @@ from weftpub_adapters.sglang.driver.loop import LoopThread
 from weftpub_adapters.sglang.driver.model_directory import write_engine_directory
 from weftpub_adapters.sglang.driver.requests import Ask, RequestDesk
 from weftpub_adapters.sglang.plugin import ReceiverSettings
+from weftpub_adapters.sglang.plugin.settings import TcpSettings
 
 SOON = DriverDeadlines(*(30.0,) * 8)
 LENGTH = {"type": "length", "length": 2}
@@ -241,7 +242,9 @@ def test_a_pause_that_failed_does_not_keep_the_engine_paused(server: Server, eng
 
 def test_settings_count_only_from_a_file_of_ones_own(tmp_path: Path) -> None:
     """Whoever reaches the HTTP port names a folder; what is in it must be the engine's own user's."""
-    settings = ReceiverSettings.checked(run_id="run", engine="sglang", first_rank=2, version=5)
+    tcp = TcpSettings(host="10.0.0.7", public="p" * 40, secret="s" * 40, admitted=("a" * 40,))
+    settings = ReceiverSettings.checked(run_id="run", engine="sglang", first_rank=2, version=5, tcp=tcp)
+    assert "s" * 40 not in repr(settings)
     settings.write(tmp_path / "s")
     assert stat.S_IMODE((tmp_path / "s").stat().st_mode) == 0o700
     assert ReceiverSettings.read(tmp_path / "s") == settings

@@ -6,6 +6,7 @@ before plus the version of the weights, so every answer shows which weights made
 import asyncio
 import json
 import os
+import stat
 import subprocess
 import sys
 import threading
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,19 @@ from cpu_engine import ENGINE, LAG_S, SWITCHES, environment, install_plugins
 from layouts import LAYOUTS
 
 from weftpub.channel import Deadlines
-from weftpub.errors import ChannelError, ChecksumError, StateError, TornError
+from weftpub.errors import ChannelError, ChecksumError, DeadlineError, StateError, TornError
 from weftpub.plan import Plan
-from weftpub.publisher import Publisher
+from weftpub.publisher import CurveKeys, Observer, Publisher
 from weftpub.version import EngineState as S
-from weftpub_adapters.sglang.driver import ColocatedEngine, Completion, DriverDeadlines, EnginePhase, LocalEngine, base
+from weftpub_adapters.sglang.driver import (
+    ColocatedEngine,
+    Completion,
+    DriverDeadlines,
+    EnginePhase,
+    LocalEngine,
+    TcpAccess,
+    base,
+)
 from weftpub_adapters.sglang.driver.model_directory import write_engine_directory
 from weftpub_adapters.sglang.plugin import ReceiverSettings
 
@@ -485,10 +494,18 @@ def test_a_driver_that_ends_between_release_and_publish_is_followed_by_another(w
 
 
 def test_stopped_receivers_leave_the_engine_serving(world: World) -> None:
+    """The next ones listen on TCP, as where the publisher leads engines of other hosts, to whom they know by key."""
     old = int(world.engine.weight_version())
     world.engine.stop_receivers(RUN)
     assert len(answers(world.ask(1, 3))[0].tokens) == 3
-    peers = world.engine.start_receivers(OTHER, world.folder / "n", version=old)
+    server, client, stranger = (CurveKeys.generate_pair() for _ in range(3))
+    access = TcpAccess("127.0.0.1", CurveKeys(*server, (client[0],)), CurveKeys(*client, (server[0],)))
+    peers = world.engine.start_receivers(OTHER, world.folder / "n", version=old, tcp=access)
+    assert [peer.address.rpartition(":")[0] for peer in peers] == ["tcp://127.0.0.1"] * 2
+    assert stat.S_IMODE((world.folder / "n" / "receivers.json").stat().st_mode) == 0o600, "it holds a secret"
+    unknown = [replace(peer, keys=CurveKeys(*stranger, (server[0],))) for peer in peers]
+    with Observer(OTHER, unknown, deadlines=Deadlines.all(0.5)) as asking, pytest.raises(DeadlineError):
+        asking.status()
     with Publisher(
         OTHER, world.publisher.plan, peers, commit_path=world.folder / "next.json", deadlines=Deadlines.all(60.0)
     ) as publisher:

@@ -11,6 +11,7 @@ from weftpub_adapters.sglang.driver.handle import (
     DriverDeadlines,
     EngineHandle,
     Mode,
+    TcpAccess,
     VersionSpan,
     WorkerStanding,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "MemoryTags",
     "Mode",
     "TagState",
+    "TcpAccess",
     "VersionSpan",
     "WorkerStanding",
     "free_bytes",

@@ -11,13 +11,15 @@ from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from weftpub.channel import Deadlines
 from weftpub.errors import ChannelError, ConfigError, WeftpubError
-from weftpub.publisher import Observer, Peer
-from weftpub_adapters.sglang.driver.handle import MODES, Completion, DriverDeadlines, Mode, WorkerStanding
+from weftpub.publisher import CurveKeys, Observer, Peer
+from weftpub_adapters.sglang.driver.handle import MODES, Completion, DriverDeadlines, Mode, TcpAccess, WorkerStanding
 from weftpub_adapters.sglang.driver.loop import LoopThread
 from weftpub_adapters.sglang.driver.requests import Ask, RequestDesk
-from weftpub_adapters.sglang.plugin.settings import BACKEND, STANDING, ReceiverSettings
+from weftpub_adapters.sglang.plugin.settings import BACKEND, STANDING, ReceiverSettings, TcpSettings
 from weftpub_adapters.sglang.support import require_version
 
 __all__ = ["BaseEngine"]
@@ -49,13 +51,24 @@ class BaseEngine(ABC):
         return f"engine {self.name}"
 
     def start_receivers(
-        self, run_id: str, directory: str | os.PathLike[str], *, first_rank: int = 0, version: int | None = None
+        self,
+        run_id: str,
+        directory: str | os.PathLike[str],
+        *,
+        first_rank: int = 0,
+        version: int | None = None,
+        tcp: TcpAccess | None = None,
     ) -> list[Peer]:
         """See `EngineHandle`. Calling it again for the same run finds the receivers that are there, in their state."""
         require_version(str(self.server_info().get("version", "")))
         folder = Path(directory).absolute()
         settings = ReceiverSettings.checked(
-            run_id=run_id, engine=self.name, first_rank=first_rank, version=version, silence=self._silence
+            run_id=run_id,
+            engine=self.name,
+            first_rank=first_rank,
+            version=version,
+            silence=self._silence,
+            tcp=None if tcp is None else _tcp_settings(tcp),
         )
         settings.write(folder)
         success, message = self._call(
@@ -66,7 +79,7 @@ class BaseEngine(ABC):
         )
         if not success:
             raise ChannelError(f"{self.where}: receivers did not start: {message}")
-        peers = self._peers(message)
+        peers = self._peers(message, None if tcp is None else tcp.own)
         self._prove(run_id, peers)
         return peers
 
@@ -188,10 +201,10 @@ class BaseEngine(ABC):
             await asyncio.sleep(pause)
             pause = min(2 * pause, longest)
 
-    def _peers(self, message: str) -> list[Peer]:
+    def _peers(self, message: str, keys: CurveKeys | None) -> list[Peer]:
         """The receivers in SGLang's answer."""
         found = {(int(one["rank"]), str(one["address"])) for one in self._entries(message)}
-        return [Peer(rank, address, self.name) for rank, address in sorted(found)]
+        return [Peer(rank, address, self.name, keys) for rank, address in sorted(found)]
 
     def _entries(self, message: str) -> list[dict[str, Any]]:
         """What every worker says in SGLang's answer. Every group of data-parallel attention answers for all workers,
@@ -270,3 +283,14 @@ class BaseEngine(ABC):
 
     @abstractmethod
     async def _info(self) -> Mapping[str, Any]: ...
+
+
+def _tcp_settings(tcp: TcpAccess) -> TcpSettings:
+    """ConfigError for a name that no host can have."""
+    keys = tcp.receivers
+    try:
+        return TcpSettings(host=tcp.host, public=keys.public, secret=keys.secret, admitted=keys.peers)
+    except ValidationError as error:
+        raise ConfigError(
+            f"receivers on TCP: host {tcp.host!r} cannot be listened at: {error.errors()[0]['msg']}"
+        ) from None

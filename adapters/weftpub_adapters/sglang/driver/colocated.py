@@ -16,7 +16,9 @@ publish that fails leaves the engines DRAINED: paused by SGLang, fenced by their
 next complete publish opens them. An engine that was restarted joins by `rejoin` and stays out until it was published
 to.
 
-With several sender ranks each makes a `ColocatedEngine` and makes the same calls; rank 0 alone has the handles.
+With several sender ranks each makes a `ColocatedEngine` and makes the same calls. Rank 0 alone has the handles; or,
+with engines on several hosts (`spread`), a rank of each host has those of its own. Then all of them act at the same
+time, once all ranks have come, and what becomes of one is everybody's outcome.
 """
 
 import contextlib
@@ -46,7 +48,8 @@ class ColocatedEngine:
     """Engines that share GPUs with a trainer, driven through its steps.
 
     Args:
-        handles: the engine or engines; None on sender ranks other than 0.
+        handles: the engine or engines that this rank drives; None where it drives none, as ranks other than 0 unless
+            `spread`.
         publisher: publishes to all ranks of all engines.
         group: the sender ranks, as the publisher has them.
         deadlines: for every wait.
@@ -54,6 +57,7 @@ class ColocatedEngine:
             `rejoin`; give the publisher the same.
         measure: free bytes of a GPU by UUID; None where that cannot be measured, and then nothing is waited for.
         spare_bytes: that must be free beyond what an engine's tag needs.
+        spread: whether ranks of other hosts drive their own engines; the same on all ranks.
     """
 
     def __init__(
@@ -66,15 +70,19 @@ class ColocatedEngine:
         on_engine_failure: FailurePolicy = "abort",
         measure: Callable[[str], int | None] = free_bytes,
         spare_bytes: int = 64 << 20,
+        spread: bool = False,
     ) -> None:
         self._group: RankGroup = SoloGroup() if group is None else group
         given = () if handles is None else (handles,) if isinstance(handles, EngineHandle) else tuple(handles)
         names = [handle.name for handle in given]
-        if (self._group.rank == 0) != bool(given) or len(set(names)) != len(names):
+        wrong = not spread and (self._group.rank == 0) != bool(given)
+        if wrong or len(set(names)) != len(names):
             raise ConfigError(
                 f"sender rank {self._group.rank} has handles of engines {names}; rank 0 needs all of them, each with a "
-                "name of its own, and the other ranks none"
+                "name of its own, and the other ranks none (or, with spread, those of their own hosts)"
             )
+        self._spread = spread
+        self._session = ""
         self._publisher = publisher
         self._deadlines = DriverDeadlines() if deadlines is None else deadlines
         self._policy: FailurePolicy = on_engine_failure
@@ -87,7 +95,7 @@ class ColocatedEngine:
 
     @property
     def standing(self) -> dict[str, EngineStanding]:
-        """Every engine as this driver knows it; empty on ranks other than 0."""
+        """Every engine that this rank drives, as it knows them."""
         return {
             name: EngineStanding(m.phase, {tag: str(m.tags[tag]) for tag in m.tags}, m.version, m.fenced, m.out)
             for name, m in self._members.items()
@@ -201,7 +209,9 @@ class ColocatedEngine:
         """
         with self._clock.phase("continue"):
             d = self._deadlines
-            self._together("drained", d.control, self._require_some_drained)
+            if not self._together("drained", d.control, lambda m: m.phase is EnginePhase.DRAINED):
+                names = ", ".join(sorted({*self._members, *self._engine_of.values()}))
+                raise StateError(f"engine {names}: continue_ refused while it is serving; call drain first")
             if not self._engine_of:  # a drain that failed did not come to it
                 self._describe()
             self._together("memory", d.control, _if_drained(Member.require_resident))
@@ -245,11 +255,7 @@ class ColocatedEngine:
 
     def _listens_elsewhere(self, member: Member) -> bool:
         member.workers = member.handle.workers()
-        return any(worker.publisher != self._publisher.session for worker in member.workers)
-
-    def _require_some_drained(self, member: Member) -> None:
-        if all(other.phase is EnginePhase.SERVING for other in self._members.values() if not other.out):
-            member.require_drained("continue_")
+        return any(worker.publisher != self._session for worker in member.workers)
 
     def _drain_one(self, member: Member, mode: Mode) -> bool:
         """Whether it did not serve all the while: then this driver may not know what became of it."""
@@ -408,13 +414,14 @@ class ColocatedEngine:
             time.sleep(_LOOK_AGAIN_S)
 
     def _together(self, phase: str, seconds: float, action: Callable[[Member], object]) -> bool:
-        """Have rank 0 act on every engine, the other ranks wait, and all learn how it went.
+        """Act on every engine: rank 0, or each rank on its own, once all have come. The other ranks wait, and all learn
+        how it went.
 
         Returns:
             on every rank, whether the action answered True for an engine.
         """
 
-        def conclude(_: list[Any]) -> bool:
+        def act() -> dict[str, Any]:
             found = False
             for member in self._members.values():
                 if member.out:
@@ -425,23 +432,32 @@ class ColocatedEngine:
                     if self._policy == "abort":
                         raise
                     member.out = f"{phase}: {error}"
-            taking_part = [member for member in self._members.values() if not member.out]
-            if not taking_part:
-                raise StateError(
-                    "no engine takes part any more: " + "; ".join(f"{m.name}: {m.out}" for m in self._members.values())
-                )
-            return found
+            out = {member.name: member.out for member in self._members.values() if member.out}
+            return {"found": found, "present": len(self._members) - len(out), "out": out}
+
+        def conclude(acted: list[dict[str, Any]]) -> bool:
+            if not any(one["present"] for one in acted):
+                out = [f"{name}: {reason}" for one in acted for name, reason in one["out"].items()]
+                raise StateError(f"no engine takes part any more: {'; '.join(out)}")
+            return any(one["found"] for one in acted)
 
         self._rounds += 1
         self._group.begin(f"colocated-{self._rounds}")
-        return agree(
+        control, allowance = self._deadlines.control, seconds * max(1, len(self._members))
+        if not self._spread:
+            self._session = self._publisher.session
+            return agree(self._group, phase, control, lambda: None, lambda _: conclude([act()]), allowance=allowance)
+        # An engine takes memory on the GPUs of all ranks of its host, and they take theirs when it has gone.
+        self._session = agree(
             self._group,
-            phase,
-            self._deadlines.control,
+            f"{phase}: all ranks",
+            control,
             lambda: None,
-            conclude,
-            allowance=seconds * max(1, len(self._members)),
+            lambda _: self._publisher.session,
+            allowance=control,
         )
+        # Rank 0 may drive no engine as slow as another rank's.
+        return agree(self._group, phase, control + allowance, act, conclude, allowance=control + allowance)
 
 
 def _if_drained(action: Callable[[Member], object]) -> Callable[[Member], object]:

@@ -10,9 +10,18 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from weftpub.errors import ConfigError
-from weftpub.publisher import Peer
+from weftpub.publisher import CurveKeys, Peer
 
-__all__ = ["MODES", "Completion", "DriverDeadlines", "EngineHandle", "Mode", "VersionSpan", "WorkerStanding"]
+__all__ = [
+    "MODES",
+    "Completion",
+    "DriverDeadlines",
+    "EngineHandle",
+    "Mode",
+    "TcpAccess",
+    "VersionSpan",
+    "WorkerStanding",
+]
 
 Mode = Literal["drain", "retract", "restart", "abort"]
 MODES: tuple[Mode, ...] = ("drain", "retract", "restart", "abort")
@@ -98,6 +107,21 @@ class WorkerStanding:
     publisher: str
 
 
+@dataclass(frozen=True)
+class TcpAccess:
+    """How receivers can be reached from other hosts.
+
+    Attributes:
+        host: this host's name or address there.
+        receivers: their keys, and those that they admit; the secret goes to the engine's workers in an owner-only file.
+        own: this process's keys, by which it looks whether they listen.
+    """
+
+    host: str
+    receivers: CurveKeys
+    own: CurveKeys
+
+
 @runtime_checkable
 class EngineHandle(Protocol):
     """One engine, all of its ranks. Methods may be called from several threads; each has a deadline of its own.
@@ -112,7 +136,13 @@ class EngineHandle(Protocol):
         ...
 
     def start_receivers(
-        self, run_id: str, directory: str | os.PathLike[str], *, first_rank: int = 0, version: int | None = None
+        self,
+        run_id: str,
+        directory: str | os.PathLike[str],
+        *,
+        first_rank: int = 0,
+        version: int | None = None,
+        tcp: TcpAccess | None = None,
     ) -> list[Peer]:
         """Have every worker serve a receiver, and prove that each does.
 
@@ -122,9 +152,10 @@ class EngineHandle(Protocol):
             first_rank: receiver rank of the engine's first worker, counted through all engines of the plan.
             version: the published version that the engine was loaded with, or holds by now if it was published to;
                 None if it holds none, then it serves nothing until a complete publish.
+            tcp: listen there, for an engine that a publisher on another host leads; None: on Unix sockets.
 
         Returns:
-            a peer per worker, in the order of ranks.
+            a peer per worker, in the order of ranks; over TCP with this process's keys.
         """
         ...
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from weftpub.channel import unix_address
+from weftpub.channel import CurveKeys, unix_address
 from weftpub.channel.address import check_address
 from weftpub.errors import ChannelError, ConfigError
 from weftpub.wire.messages import RUN_ID_PATTERN
 
-__all__ = ["BACKEND", "STANDING", "ReceiverSettings"]
+__all__ = ["BACKEND", "STANDING", "ReceiverSettings", "TcpSettings"]
 
 # What a driver gives as `backend` of SGLang's init_weights_update_group: to start receivers, and to ask the schedulers
 # whether they compute requests.
@@ -24,6 +24,28 @@ STANDING = "weftpub-standing"
 _FILE = "receivers.json"
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,39}$"
 _LARGEST = 1 << 16
+
+
+class TcpSettings(BaseModel):
+    """Where the workers of an engine listen whose publisher leads it from another host.
+
+    Attributes:
+        host: this host's name or address there.
+        public, secret: the receivers' CURVE keys.
+        admitted: public keys of the trainer ranks that may connect.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    host: str = Field(pattern=r"^[A-Za-z0-9\[][A-Za-z0-9.:\-\]]{0,254}$")
+    public: str = Field(min_length=40, max_length=40)
+    secret: str = Field(min_length=40, max_length=40, repr=False)
+    admitted: tuple[str, ...] = Field(min_length=1)
+
+    @property
+    def keys(self) -> CurveKeys:
+        """For the receivers' sockets."""
+        return CurveKeys(self.public, self.secret, self.admitted)
 
 
 class ReceiverSettings(BaseModel):
@@ -36,6 +58,7 @@ class ReceiverSettings(BaseModel):
         version: the published version that the engine was loaded with, None if it holds none.
         silence: seconds without a word in the middle of a publish after which its publisher is taken for dead.
         pause: seconds that a worker may take to come to rest once its scheduler was told to pause.
+        tcp: None: they listen on Unix sockets in the folder.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -46,6 +69,7 @@ class ReceiverSettings(BaseModel):
     version: int | None = Field(default=None, ge=0)
     silence: float = Field(default=180.0, gt=0)
     pause: float = Field(default=10.0, gt=0)
+    tcp: TcpSettings | None = None
 
     @classmethod
     def checked(cls, **fields: object) -> "ReceiverSettings":
@@ -58,8 +82,11 @@ class ReceiverSettings(BaseModel):
             raise ConfigError(f"receiver settings: {where}: {fault['msg']}, found {fault['input']!r}") from None
 
     def address(self, directory: str | os.PathLike[str], rank: int) -> str:
-        """Where the worker with this receiver rank listens; makes or checks the folder."""
-        return unix_address(directory, f"{self.engine}-{rank}")
+        """Where the worker with this receiver rank listens; makes or checks the folder. A port of TCP is chosen when it
+        does.
+        """
+        own = unix_address(directory, f"{self.engine}-{rank}")
+        return own if self.tcp is None else f"tcp://{self.tcp.host}:0"
 
     def write(self, directory: str | os.PathLike[str]) -> None:
         """Put the file into the folder, which is made if it is not there; ChannelError if it cannot be trusted."""

@@ -98,12 +98,17 @@ class WorkerReceiver:
         while self.running and self.receiver.state.state is EngineState.RECEIVING and time.monotonic() < until:
             time.sleep(_POLL_S)
 
+    def _listens(self, address: str) -> None:
+        self.address = address
+        self._ready.set()
+
     def _run(self) -> None:
         try:
             if self.live.device.type == "cuda":
                 torch.cuda.set_device(self.live.device)  # a new thread's current device is the first one
             with torch.no_grad():
-                serve(self.receiver, self.address, self._stop, ready=lambda _: self._ready.set())
+                keys = None if self.settings.tcp is None else self.settings.tcp.keys
+                serve(self.receiver, self.address, self._stop, keys=keys, ready=self._listens)
         except Exception as error:  # kept for whoever starts it; SGLang's log has it in any case
             self._error = error
             logger.exception("weftpub: the receiver at %s ended", self.address)
