@@ -51,13 +51,16 @@ class RankModel:
 
 
 @contextmanager
-def played(rank: int, world: int, gathered: dict[int, Any]) -> Iterator[None]:
-    """AWEX believes to be `rank` of `world`; what it gathers is kept, and answered with what there is."""
+def played(rank: int, world: int, gathered: dict[int, Any], hosts: int = 1) -> Iterator[None]:
+    """AWEX believes to be `rank` of `world`, experts dealt within each host; what it gathers is kept, and answered with
+    what there is.
+    """
+    near = world // hosts
     from awex.sharding import mcore_sharding
     from awex.sharding.rank_info import RankInfo
 
     place = RankInfo(
-        tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, dp_size=world, dp_rank=rank, ep_rank=rank, ep_size=world,
+        tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, dp_size=world, dp_rank=rank, ep_rank=rank % near, ep_size=near,
         ep_tp_rank=0, ep_tp_size=1, attn_tp_rank=0, attn_tp_size=1, attn_dp_rank=rank, world_size=world,
         global_rank=rank, local_rank=rank, engine_rank=0, is_infer=False,
     )  # fmt: skip
@@ -77,17 +80,19 @@ def played(rank: int, world: int, gathered: dict[int, Any]) -> Iterator[None]:
 
 
 @cache
-def trainer_world(name: str, world: int) -> Any:
-    """TrainerShards of a trainer whose `world` ranks share the experts of a layout's model."""
+def trainer_world(name: str, world: int, hosts: int = 1) -> Any:
+    """TrainerShards of a trainer whose `world` ranks share the experts of a layout's model, those of each host all."""
     from weftpub_adapters.awex import trainer_shards
 
     config = LAYOUTS[name].config
-    held = config["num_experts"] // world
+    near = world // hosts
+    held = config["num_experts"] // near
     gathered: dict[int, Any] = {}
     made = None
     for rank in (*range(world), 0):
-        model, store = bare_trainer(config, LAYOUTS[name].format, range(rank * held, (rank + 1) * held))
-        with played(rank, world, gathered):
+        first = rank % near * held
+        model, store = bare_trainer(config, LAYOUTS[name].format, range(first, first + held))
+        with played(rank, world, gathered, hosts):
             made = trainer_shards(RankModel(model, held), store, config)
     return made
 
@@ -133,6 +138,46 @@ def test_any_world_publishes_to_any_other(train: int, rollout: int) -> None:
             expert = int(move.name.split(".experts.")[1].split(".")[0])
             assert move.send_rank == expert // (experts // train)
             assert move.recv_rank == expert // (experts // rollout)
+
+
+def several(name: str, engines: int) -> list[EngineDescription]:
+    """Descriptions of several engines of one layout."""
+    ranks = descriptions()[name]
+    return [
+        rank.model_copy(update={"rank": engine * len(ranks) + rank.rank, "engine": f"engine-{engine}"})
+        for engine in range(engines)
+        for rank in ranks
+    ]
+
+
+@pytest.mark.parametrize(("name", "train", "hosts"), [("world-1", 2, 2), ("world-2", 4, 2), ("world-2", 3, 3)])
+def test_engines_take_weights_from_their_own_hosts(name: str, train: int, hosts: int) -> None:
+    """CUDA IPC and host memory end at a host: AWEX deals engines out over all replicas in turn, and one would have
+    waited for bytes of another host's ranks.
+    """
+    from weftpub_adapters.awex import build_plan, engine_shards
+
+    near = train // hosts
+    ranks = [range(host * near, (host + 1) * near) for host in range(hosts)]
+    trainer, engine = trainer_world(name, train, hosts), engine_shards(several(name, hosts))
+    made = build_plan(trainer, engine, ranks)
+    require_once(made)
+    assert {(move.send_rank // near, move.recv_rank // engine.world_size) for move in made.moves} == {
+        (host, host) for host in range(hosts)
+    }
+    assert {shard.rank for shard in made.sources} == set(range(train)), "replicas are compared over all hosts"
+    if engine.world_size > 1:  # else they are dealt as the hosts are
+        assert any(m.send_rank // near != m.recv_rank // engine.world_size for m in build_plan(trainer, engine).moves)
+
+
+def test_a_host_without_all_experts_is_named() -> None:
+    from weftpub_adapters.awex import build_plan, engine_shards
+
+    trainer, engine = trainer_world("world-2", 2), engine_shards(several("world-2", 2))
+    with pytest.raises(PlanError, match=r"experts\..*trainer ranks \[0\] of one host do not hold all of it"):
+        build_plan(trainer, engine, [[0], [1]])
+    with pytest.raises(PlanError, match="expected the trainer ranks of 2 engines' hosts, found 1"):
+        build_plan(trainer, engine, [[0, 1]])
 
 
 @pytest.mark.parametrize(

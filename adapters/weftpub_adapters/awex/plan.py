@@ -5,7 +5,8 @@ sizes do not divide. So its own metadata check runs first, and `weftpub.plan.che
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from weftpub.errors import PlanError
@@ -21,10 +22,16 @@ _HEAD, _MTP = "lm_head.weight", "mtp."
 
 
 def plan_publish(
-    model: Any, store: PublishedStore, hf_config: Mapping[str, Any], descriptions: Sequence[EngineDescription]
+    model: Any,
+    store: PublishedStore,
+    hf_config: Mapping[str, Any],
+    descriptions: Sequence[EngineDescription],
+    hosts: Sequence[Collection[int]] | None = None,
 ) -> Plan:
-    """Plan from a trainer's live model and the engines' descriptions; collective over the trainer's ranks."""
-    return build_plan(trainer_shards(model, store, hf_config), engine_shards(descriptions))
+    """Plan from a trainer's live model and the engines' descriptions; collective over the trainer's ranks. `hosts`: see
+    `build_plan`.
+    """
+    return build_plan(trainer_shards(model, store, hf_config), engine_shards(descriptions), hosts)
 
 
 def plan_is_current(plan: Plan, descriptions: Sequence[EngineDescription]) -> bool:
@@ -35,13 +42,19 @@ def plan_is_current(plan: Plan, descriptions: Sequence[EngineDescription]) -> bo
     return plan.layouts == {description.rank: description.layout_digest for description in descriptions}
 
 
-def build_plan(trainer: TrainerShards, engine: EngineShards) -> Plan:
+def build_plan(trainer: TrainerShards, engine: EngineShards, hosts: Sequence[Collection[int]] | None = None) -> Plan:
     """Join the two sides by AWEX's `TransferPlanBuilder`.
 
+    Args:
+        hosts: for each engine, in their order, the trainer ranks that may send to it: those of its own host, where no
+            transport reaches another. None: all of them may.
+
     Raises:
-        PlanError: names, shapes or dtypes disagree, an element would be written not at all or twice, or a block or its
-            scale would be split.
+        PlanError: names, shapes or dtypes disagree, an element would be written not at all or twice, a block or its
+            scale would be split, or the ranks of a host do not hold everything that its engine serves.
     """
+    if hosts is not None and len(hosts) != engine.engines:
+        raise PlanError(f"hosts: expected the trainer ranks of {engine.engines} engines' hosts, found {len(hosts)}")
     served = {destination.shard.name for destination in engine.destinations}
     # A tied head that engines do not hold apart is the embedding: it is published once. Multi-token prediction is
     # published where engines have a draft model.
@@ -53,7 +66,11 @@ def build_plan(trainer: TrainerShards, engine: EngineShards) -> Plan:
     }
     published = trainer.without(needless) if needless else trainer
     with entered():
-        moves = tuple(move for kind in engine.kinds for move in _moves(published, kind, engine.world_size))
+        moves = tuple(
+            move
+            for senders, kind in _pairs(published, engine.kinds, hosts)
+            for move in _moves(senders, kind, engine.world_size)
+        )
     plan = Plan(
         sources=published.shards,
         destinations=engine.destinations,
@@ -66,6 +83,17 @@ def build_plan(trainer: TrainerShards, engine: EngineShards) -> Plan:
         exempt={description.rank: description.exempt for description in engine.descriptions},
     )
     return plan
+
+
+def _pairs(
+    trainer: TrainerShards, kinds: Sequence[EngineKind], hosts: Sequence[Collection[int]] | None
+) -> Iterator[tuple[TrainerShards, EngineKind]]:
+    """Who sends to whom: everybody to all engines of a kind, or each host's ranks to its engine."""
+    for kind in kinds:
+        if hosts is None:
+            yield trainer, kind
+        else:
+            yield from ((trainer.on(hosts[engine]), replace(kind, engines=(engine,))) for engine in kind.engines)
 
 
 def _moves(trainer: TrainerShards, kind: EngineKind, world: int) -> Iterator[Move]:

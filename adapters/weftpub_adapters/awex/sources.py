@@ -8,8 +8,8 @@ tensors without memory for views, numbered rows for the rest. So thousands of ex
 hundred pointers.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -91,17 +91,7 @@ class SourceMapping:
             GenerationError: the store has nothing sealed. PlanError: a buffer has no memory now, or another layout than
                 when the mapping was made.
         """
-        live = self._live()
-        faults = [
-            f"{name} ({_fault(live.get(name), *layout)})"
-            for name, layout in self._layouts.items()
-            if _fault(live.get(name), *layout)
-        ]
-        if faults:
-            raise PlanError(
-                f"{len(faults)} buffers of the trainer are not as they were when they were mapped: "
-                f"{listing(faults, 4)}; reload them, or map the model anew"
-            )
+        live = self._checked()
         for name, made in self._made.items():
             live[name] = self._remake(name, made, live[made.param])
         return SourceBuffers({name: live[name] for name in self._needed}, self._views, in_place, keep)
@@ -120,6 +110,19 @@ class SourceMapping:
                 self._tensors[name] = buffer.as_strided(view.shape, view.stride, buffer.storage_offset() + view.offset)
         self._bound = {name: buffer.data_ptr() for name, buffer in buffers.items()}
         return dict(self._tensors)
+
+    @torch.no_grad()
+    def one_by_one(self, *, copied: bool = False) -> Mapping[str, torch.Tensor]:
+        """The same, each tensor made when it is asked for and not kept: for a consumer that copies one after the other,
+        which then never has more of them than those that it holds itself. Good until something of the trainer moves.
+
+        Args:
+            copied: give nothing but memory of its own, not even of what could be viewed.
+
+        Raises:
+            GenerationError, PlanError: as `buffers`.
+        """
+        return _OneByOne(self._views, self._made, self._checked(), copied)
 
     def release(self) -> None:
         """Free the memory of tensors that are made, until the next binding; views taken before keep theirs alive."""
@@ -227,6 +230,21 @@ class SourceMapping:
                     live[_store_name(layer, name)] = getattr(held, name)
         return live
 
+    def _checked(self) -> dict[str, torch.Tensor]:
+        """All buffers, as they were when they were mapped."""
+        live = self._live()
+        faults = [
+            f"{name} ({_fault(live.get(name), *layout)})"
+            for name, layout in self._layouts.items()
+            if _fault(live.get(name), *layout)
+        ]
+        if faults:
+            raise PlanError(
+                f"{len(faults)} buffers of the trainer are not as they were when they were mapped: "
+                f"{listing(faults, 4)}; reload them, or map the model anew"
+            )
+        return live
+
     def _remake(self, name: str, made: _Made, parameter: torch.Tensor) -> torch.Tensor:
         """Fill the tensor's memory from the parameter; the memory is made at the first time and when the device
         changed."""
@@ -234,14 +252,49 @@ class SourceMapping:
         if memory is None or memory.device != parameter.device:
             memory = torch.empty(made.shape, dtype=made.dtype, device=parameter.device)
             self._memory[name] = memory
-            self._made[name] = made = _Made(
-                made.param, made.rows.to(parameter.device), made.shift, made.dtype, made.shape
-            )
-        if made.dtype == parameter.dtype:
-            torch.index_select(parameter, 0, made.rows, out=memory)
+            self._made[name] = made = replace(made, rows=made.rows.to(parameter.device))
+        return _fill(made, parameter, memory)
+
+
+class _OneByOne(Mapping[str, torch.Tensor]):
+    """See `SourceMapping.one_by_one`."""
+
+    def __init__(
+        self,
+        views: Mapping[str, ViewSpec],
+        made: Mapping[str, _Made],
+        live: Mapping[str, torch.Tensor],
+        copied: bool,
+    ) -> None:
+        self._views, self._made, self._live, self._copied = views, made, live, copied
+
+    @torch.no_grad()
+    def __getitem__(self, name: str) -> torch.Tensor:
+        view = self._views[name]
+        made = self._made.get(view.param)  # a tied head is a view of what is made for the embedding
+        if made is None:
+            buffer = self._live[view.param]
         else:
-            memory.copy_(parameter.index_select(0, made.rows))
-        return memory.add_(made.shift) if made.shift else memory
+            parameter = self._live[made.param]
+            memory = torch.empty(made.shape, dtype=made.dtype, device=parameter.device)
+            buffer = _fill(replace(made, rows=made.rows.to(parameter.device)), parameter, memory)
+        tensor = buffer.as_strided(view.shape, view.stride, buffer.storage_offset() + view.offset)
+        return tensor.clone() if self._copied and made is None else tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._views)
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+
+def _fill(made: _Made, parameter: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    """Make a tensor from its parameter; rows are where the parameter is."""
+    if made.dtype == parameter.dtype:
+        torch.index_select(parameter, 0, made.rows, out=memory)
+    else:
+        memory.copy_(parameter.index_select(0, made.rows))
+    return memory.add_(made.shift) if made.shift else memory
 
 
 def canonical_sources(

@@ -74,6 +74,14 @@ class TrainerShards:
         """The same, but for some tensors."""
         return replace(self, metas=[meta for meta in self.metas if meta.name not in names])
 
+    def on(self, ranks: Collection[int]) -> "TrainerShards":
+        """What some ranks hold, such as those of one host.
+
+        Raises:
+            PlanError: a tensor is not whole there.
+        """
+        return replace(self, metas=[_held_by(meta, frozenset(ranks)) for meta in self.metas])
+
 
 def trainer_shards(model: Any, store: PublishedStore | None, hf_config: Mapping[str, Any]) -> TrainerShards:
     """Metadata of every trainer rank; collective over the default process group, once per layout.
@@ -133,6 +141,17 @@ def store_matrices(layout: StoreLayout, buffers: Mapping[tuple[int, str], torch.
         return MatrixTensors(buffers[layer, name][local], None if scale is None else scale[local])
 
     return source
+
+
+def _held_by(meta: Any, ranks: frozenset[int]) -> Any:
+    """A ParameterMeta with the replicas that lie on some ranks."""
+    replicas = [replica for replica in meta.replicas if ranks.issuperset(s.global_rank for s in replica.shards)]
+    if not replicas:
+        raise PlanError(
+            f"{meta.name}: trainer ranks {sorted(ranks)} of one host do not hold all of it, and an engine takes "
+            "weights from its own host; keep tensor and expert parallel groups within a host"
+        )
+    return replace(meta, shards=[shard for replica in replicas for shard in replica.shards], replicas=replicas)
 
 
 def _check_shapes(shards: Sequence[Shard], layout: StoreLayout) -> None:
