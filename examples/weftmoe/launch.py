@@ -159,7 +159,7 @@ def require_driven(settings: Settings) -> None:
         # Loads torch; printing and planning need not wait for it.
         from weftpub_adapters.megatron import require_delta_net_kernels
 
-        require_delta_net_kernels()
+        require_delta_net_kernels(deterministic=settings.train.deterministic)
     if settings.cluster.nodes > 1 or settings.rollout.engines > 1:
         raise ConfigError(
             f"cluster.nodes={settings.cluster.nodes}, rollout.engines={settings.rollout.engines}: the loop drives one "

@@ -190,12 +190,35 @@ TORCHS, SYSTEMS = Cudnn("9.19.0", "/venv/nvidia/cudnn/lib"), Cudnn("9.21.0", "/l
 
 def test_gated_delta_nets_need_their_kernels_on_a_gpu() -> None:
     """The trainer's; SGLang brings its own, and without a GPU plain torch computes them."""
-    with_kernels = {**GOOD.packages, "flash-linear-attention": "0.5.0"}
+    with_kernels = {**GOOD.packages, "flash-linear-attention": "0.6.0", "tilelang": "0.1.15"}
     assert levels(Wanted(delta_nets=True)) == {"flash-linear-attention": "fail"}
     assert levels(Wanted(delta_nets=True), packages=with_kernels) == {}
     assert "flash-linear-attention" not in judged(Wanted(delta_nets=False))
     assert "flash-linear-attention" not in judged(Wanted(delta_nets=True, role="engine"))
     assert "flash-linear-attention" not in judged(Wanted(delta_nets=True), gpus=(), smi=())
+
+
+@pytest.mark.parametrize(
+    ("capability", "triton", "tilelang", "level"),
+    [
+        ((9, 0), "3.3.1", None, "ok"),
+        ((9, 0), "3.4.0", None, "warn"),
+        ((9, 0), "3.6.0", None, "warn"),
+        ((9, 0), "3.6.0+git1", None, "warn"),
+        ((9, 0), "3.7.1", None, "ok"),
+        ((9, 0), "3.6.0", "0.1.15", "ok"),
+        ((10, 0), "3.6.0", None, "ok"),
+    ],
+)
+def test_wrong_gradients_of_delta_nets_are_told(
+    capability: tuple[int, int], triton: str, tilelang: str | None, level: str
+) -> None:
+    """Qwen3.5's first step on an H200 ended in flash-linear-attention's refusal; the doctor was content."""
+    packages = {**GOOD.packages, "flash-linear-attention": "0.6.0", "triton": triton, "tilelang": tilelang}
+    gpus = (replace(H200, capability=capability),)
+    found = judged(Wanted(delta_nets=True), packages=packages, gpus=gpus)["flash-linear-attention"]
+    assert found.level == level
+    assert ("install tilelang" in found.remedy) == (level == "warn")
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ PACKAGES = (
     "sglang-kernel",
     "deep-ep",
     "flash-linear-attention",
+    "tilelang",
     "math-verify",
     "pyarrow",
 )

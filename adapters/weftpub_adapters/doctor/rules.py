@@ -215,11 +215,18 @@ def _delta_nets(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
     """Megatron-core has no kernels of its own for them; SGLang brings its own."""
     if not wanted.delta_nets or not facts.gpus or wanted.role == "engine":
         return
-    found = facts.packages.get("flash-linear-attention")
-    remedy = "" if found else "pip install flash-linear-attention: Megatron-core computes Qwen3.5's delta nets with it"
-    yield Finding(
-        "flash-linear-attention", "ok" if found else "fail", found or "not installed", "for gated delta nets", remedy
-    )
+    from weftpub_adapters.megatron import wrong_gradient  # which loads much that other findings do without
+
+    subject, needed = "flash-linear-attention", "for gated delta nets"
+    found = facts.packages.get(subject)
+    if not found:
+        remedy = f"pip install {subject}: Megatron-core computes Qwen3.5's delta nets with it"
+        yield Finding(subject, "fail", "not installed", needed, remedy)
+        return
+    triton, tilelang = facts.packages.get("triton"), facts.packages.get("tilelang")
+    remedies = [wrong_gradient(gpu.capability, triton, tilelang) for gpu in facts.gpus]
+    remedy = next((text for text in remedies if text), "")
+    yield Finding(subject, "warn" if remedy else "ok", found, needed, remedy)
 
 
 def _cudnn(facts: Facts, wanted: Wanted) -> Iterator[Finding]:

@@ -7,10 +7,11 @@ Importing this package does not import Megatron; building a model does.
 from typing import TYPE_CHECKING, Any
 
 from weftpub_adapters.megatron.attached import AttachSettings, Prepared, prepare
+from weftpub_adapters.megatron.delta_nets import require_delta_net_kernels, wrong_gradient
 from weftpub_adapters.megatron.experts import ExpertAttachment
 from weftpub_adapters.megatron.fields import Qwen3MoeFields, Qwen35MoeFields, read_config, read_fields
 from weftpub_adapters.megatron.hybrid_loader import read_hybrid_parameters
-from weftpub_adapters.megatron.hybrid_model import hybrid_settings, hybrid_spec, require_delta_net_kernels
+from weftpub_adapters.megatron.hybrid_model import hybrid_settings, hybrid_spec
 from weftpub_adapters.megatron.linear import StoreLinear, StoreMatrix
 from weftpub_adapters.megatron.loader import fill_parameters, read_parameters
 from weftpub_adapters.megatron.model import base_settings, build_model, initialize_parallel, transformer_config
@@ -51,6 +52,7 @@ __all__ = [
     "require_delta_net_kernels",
     "require_supported",
     "transformer_config",
+    "wrong_gradient",
 ]
 
 

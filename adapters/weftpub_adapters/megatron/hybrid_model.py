@@ -6,16 +6,14 @@ SharedExpertMLP) are put together from local linears; only the norms are this mo
 know no zero-centred weight.
 """
 
-import importlib.util
 from typing import Any
 
 import torch
 
-from weftpub.errors import ConfigError
 from weftpub_adapters.megatron.fields import Qwen35MoeFields
 from weftpub_adapters.megatron.model import base_settings
 
-__all__ = ["ZeroCentredRMSNorm", "hybrid_settings", "hybrid_spec", "require_delta_net_kernels"]
+__all__ = ["ZeroCentredRMSNorm", "hybrid_settings", "hybrid_spec"]
 
 
 def hybrid_settings(fields: Qwen35MoeFields) -> dict[str, Any]:
@@ -56,19 +54,6 @@ def hybrid_spec(config: Any, fields: Qwen35MoeFields, *, grouped: bool) -> Any:
 
     layers = [_local_layer(fields, full=full) for full in fields.full]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=ZeroCentredRMSNorm)
-
-
-def require_delta_net_kernels() -> None:
-    """Megatron's gated delta net calls the kernels of flash-linear-attention on a GPU, and its norm in any case.
-
-    Raises:
-        ConfigError: the package is missing.
-    """
-    if importlib.util.find_spec("fla") is None:
-        raise ConfigError(
-            "Qwen3.5's gated delta nets need flash-linear-attention on a GPU: Megatron-core has no other kernels for "
-            "them; install flash-linear-attention"
-        )
 
 
 class ZeroCentredRMSNorm(torch.nn.Module):

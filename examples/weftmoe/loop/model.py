@@ -136,7 +136,7 @@ def build_model(settings: Settings, fields: Qwen3MoeFields, device: torch.device
         if getattr(settings.train, name) != 1:
             raise ConfigError(f"train.{name}={getattr(settings.train, name)} is not driven by this loop; set it to 1")
     if isinstance(fields, Qwen35MoeFields) and device.type == "cuda":
-        require_delta_net_kernels()
+        require_delta_net_kernels(deterministic=settings.train.deterministic)
     config = TransformerConfig(**config_fields(settings, fields, device))
     model = GPTModel(
         config,

@@ -6,10 +6,12 @@ when the model's probability of a right answer, over the training problems, has 
 Face's own model, in FP32 with torch's AdamW, so that it is the same for every variant that is compared afterwards.
 """
 
+import inspect
 import json
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -107,12 +109,28 @@ def make_model(
     model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
     model = model.float().to(device)
     _fill_padding_row(model, config)
-    warmup = _warm_up(model, tokenizer, smoke, seed, progress)
+    with _plain_delta_rule():
+        warmup = _warm_up(model, tokenizer, smoke, seed, progress)
     model.to(torch.bfloat16).save_pretrained(str(directory))
     if architecture == _MULTIMODAL:
         _deepen(directory)
     write_note(directory, smoke, warmup, seed=seed, tokens=tokens, architecture=architecture)
     return warmup
+
+
+@contextmanager
+def _plain_delta_rule() -> Iterator[None]:
+    """Have transformers compute gated delta nets in plain torch, whatever kernels are installed: the model is to be the
+    same for all, and flash-linear-attention's backward pass is refused on some GPUs.
+    """
+    from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as modeling
+
+    taken = modeling.torch_chunk_gated_delta_rule
+    modeling.torch_chunk_gated_delta_rule = inspect.unwrap(taken)
+    try:
+        yield
+    finally:
+        modeling.torch_chunk_gated_delta_rule = taken
 
 
 @torch.no_grad()
