@@ -202,17 +202,15 @@ class TestOnTheRealTrainer:
             train(ddp, opt)
 
     @pytest.mark.parametrize(
-        ("getter", "message"),
+        ("getter", "optimizer", "message"),
         [
-            ("get_expert_data_parallel_world_size", "expert data parallel size is 2.*expert_model_parallel_size=2"),
-            (
-                "get_expert_tensor_parallel_world_size",
-                "expert_tensor_parallel_size is 2.*expert_tensor_parallel_size=1",
-            ),
+            ("get_expert_data_parallel_world_size", "adam", "over 2 ranks.*set num_distributed_optimizer_instances=2"),
+            ("get_expert_data_parallel_world_size", "muon", None),
+            ("get_expert_tensor_parallel_world_size", "muon", "parallel_size is 2.*expert_tensor_parallel_size=1"),
         ],
     )
-    def test_replicated_and_split_experts_are_for_bf16_alone(
-        self, monkeypatch: pytest.MonkeyPatch, getter: str, message: str
+    def test_split_experts_are_for_bf16_alone(
+        self, monkeypatch: pytest.MonkeyPatch, getter: str, optimizer: str, message: str | None
     ) -> None:
         from attach_support import build, train
         from megatron.core import parallel_state
@@ -220,10 +218,10 @@ class TestOnTheRealTrainer:
         from weftpub_adapters.megatron.attached import attach
 
         for variant in ("fp8", "bf16"):
-            ddp, opt = build("muon", variant)
+            ddp, opt = build(optimizer, variant)
             with monkeypatch.context() as patch:
-                patch.setattr(parallel_state, getter, lambda: 2)
-                if variant == "fp8":
+                patch.setattr(parallel_state, getter, lambda **_: 2)
+                if variant == "fp8" and message is not None:
                     with pytest.raises(ConfigError, match=f"{message}.*variant='bf16'"):
                         attach(ddp, opt)
                     continue

@@ -102,7 +102,7 @@ def attach(ddp_model: Any, optimizer: Any, *, prepared: Prepared | None = None) 
             )
         check_wrapper_config(ddp.ddp_config, settings)
     check_optimizer_config(optimizer.config, settings)
-    check_parallel(prepared.layers, settings)
+    check_parallel(prepared.layers, settings, optimizer.config)
     bindings = bind(optimizer)
     memory = (
         ExpertMemory(ddps, [item.parameter for item in expert_items(prepared.layers)])

@@ -143,11 +143,13 @@ def check_optimizer_config(config: Any, settings: AttachSettings) -> None:
     _check("OptimizerConfig", config, _OPTIMIZER + (_ADAM if config.optimizer == "adam" else _MUON), settings)
 
 
-def check_parallel(layers: Iterable[ExpertLayer], settings: AttachSettings) -> None:
-    """Refuse replicated or split experts for the fp8 variant.
+def check_parallel(layers: Iterable[ExpertLayer], settings: AttachSettings, optimizer_config: Any) -> None:
+    """Refuse split experts for the fp8 variant. Replicas of an expert may be: each has the reduced gradient, whole, and
+    writes the same bytes, which every publish proves.
 
     Raises:
-        ConfigError: expert data parallel or expert tensor parallel size above one, or a pipeline.
+        ConfigError: a pipeline, expert tensor parallelism, or a distributed optimizer that shares the experts' matrices
+            out over their replicas.
     """
     from megatron.core import parallel_state
 
@@ -158,25 +160,24 @@ def check_parallel(layers: Iterable[ExpertLayer], settings: AttachSettings) -> N
         )
     if settings.variant != "fp8":
         return
-    sizes = {
-        "expert data parallel size": parallel_state.get_expert_data_parallel_world_size(),
-        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
-    }
-    world = parallel_state.get_expert_model_parallel_world_size()
-    count = len(next(iter(layers)).experts) * world
-    for name, size in sizes.items():
-        if size > 1:
-            works = (
-                f"set expert_model_parallel_size={world * size} so that every expert lives on one rank ({count} "
-                "experts)"
-                if name.startswith("expert data")
-                else "set expert_tensor_parallel_size=1"
-            )
-            raise ConfigError(
-                f"{name} is {size}: the fp8 variant needs whole, unreplicated experts (one writer of each byte); "
-                f"{works}, "
-                "or use variant='bf16'"
-            )
+    split = parallel_state.get_expert_tensor_parallel_world_size()
+    if split > 1:
+        raise ConfigError(
+            f"expert_tensor_parallel_size is {split}: the fp8 variant needs whole experts; set "
+            "expert_tensor_parallel_size=1, or use variant='bf16'"
+        )
+    if not optimizer_config.use_distributed_optimizer:
+        return
+    shared = parallel_state.get_expert_data_parallel_world_size(partial_expert_data_parallel=True)
+    if shared > 1:
+        size = parallel_state.get_expert_model_parallel_world_size()
+        copies, count = parallel_state.get_expert_data_parallel_world_size(), len(next(iter(layers)).experts) * size
+        raise ConfigError(
+            f"the distributed optimizer shares each expert out over {shared} ranks, and the fp8 variant needs whole "
+            f"ones: set num_distributed_optimizer_instances={copies}, in initialize_model_parallel and in "
+            f"DistributedDataParallelConfig, or expert_model_parallel_size={size * copies} so that every expert lives "
+            f"on one rank ({count} experts), or use optimizer='muon' or variant='bf16'"
+        )
 
 
 def _check(owner: str, config: Any, rows: Iterable[_Row], settings: AttachSettings) -> None:
