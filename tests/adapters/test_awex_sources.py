@@ -403,3 +403,22 @@ def test_a_trainers_splits_follow_its_groups() -> None:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
+
+
+def test_tensors_one_by_one_are_those_that_are_bound() -> None:
+    from weftpub_adapters.awex import SourceMapping
+
+    for tied in (False, True):
+        model, store, config = hybrid(tie_word_embeddings=tied)
+        load_hybrid(model, config, random_tensors(config))
+        mapping = SourceMapping(model, store, config)
+        bound = mapping.tensors()
+        for copied in (False, True):
+            found = mapping.one_by_one(copied=copied)
+            assert list(found) == list(mapping.views)
+            for name, tensor in found.items():
+                assert torch.equal(_bits(tensor), _bits(bound[name])), name
+                if copied:
+                    assert tensor.untyped_storage().data_ptr() != bound[name].untyped_storage().data_ptr()
+        with pytest.raises(KeyError):
+            found["model.layers.9.self_attn.q_proj.weight"]

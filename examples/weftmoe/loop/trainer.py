@@ -38,7 +38,7 @@ from weftmoe.loop.ranks import Ranks
 from weftmoe.loop.scoring import log_probabilities
 from weftmoe.loop.weights import load_hf
 from weftmoe.schema import Settings
-from weftpub.errors import NonFiniteGradientError
+from weftpub.errors import NonFiniteGradientError, StateError
 from weftpub.publisher import SourceBuffers
 from weftpub_adapters.megatron import read_config, read_fields
 from weftpub_adapters.megatron.fields import HYBRID_ARCHITECTURES
@@ -219,30 +219,38 @@ class MegatronGrpo:
 
     @contextmanager
     def sources(self) -> Iterator[Sources]:
-        """What this rank publishes, held until the block ends."""
+        """What this rank publishes, held until the block ends; collective.
+
+        Raises:
+            WeftpubError: it cannot be had on this rank, or StateError, on another.
+        """
         from weftpub_adapters.awex import SourceMapping
+        from weftpub_adapters.megatron.attached.together import together
 
         store = self.attachment.store
-        if self._mapping is None:  # the places stay; only memory comes and goes
-            self._mapping = SourceMapping(self.model, store, self.hf_config)
-        hold = self.attachment.reading("publish") if self.attachment.attached else contextlib.nullcontext()
-        with hold:
-            try:
-                yield self._sources(None if store is None else store.checksums)
-            finally:
-                self._mapping.release()
+        with contextlib.ExitStack() as stack:
+            # A rank that raised here alone would leave the others in the publish until its deadline.
+            with together("making what is published", self.device, "Nothing was published.", told=StateError):
+                if self._mapping is None:  # the places stay; only memory comes and goes
+                    self._mapping = SourceMapping(self.model, store, self.hf_config)
+                if self.attachment.attached:
+                    stack.enter_context(self.attachment.reading("publish"))
+                stack.callback(self._mapping.release)
+                made = self._sources(None if store is None else store.checksums)
+            yield made
 
     def _sources(self, checksums: Mapping[str, int] | None) -> Sources:
-        if self._settings.publish.path == "weftpub" and self.device.type == "cuda":
+        # On the CPU host code reads them through numpy, which makes a storage's size final: parameters that are
+        # offloaded afterwards must not be the ones.
+        host = self.device.type == "cpu"
+        if self._settings.publish.path == "native":
+            # Copied into buckets one after the other; all made ones at once would be a gigabyte beside the bucket.
+            return Sources(self._mapping.one_by_one(copied=host), checksums)
+        if not host:
             # Receivers on this host read them where they are, and let go before the publish returns.
             return Sources(self._mapping.buffers(in_place=True), checksums)
-        found = self._mapping.tensors()
-        if self.device.type == "cpu":
-            # Host code reads them through numpy, which makes a storage's size final: parameters that are offloaded
-            # afterwards must not be the ones.
-            known = checksums or {}
-            found = {name: tensor if name in known else tensor.clone() for name, tensor in found.items()}
-        return Sources(found, checksums)
+        known, found = checksums or {}, self._mapping.tensors()
+        return Sources({name: tensor if name in known else tensor.clone() for name, tensor in found.items()}, checksums)
 
     # Memory.
 
