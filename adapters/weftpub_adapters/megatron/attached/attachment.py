@@ -339,8 +339,9 @@ class Attachment(OffloadTags, Checkpointing):
         with ExitStack() as stack:
             with self._together(f"beginning generation {generation}", _UNCHANGED, told=StateError):
                 begun = stack.enter_context(self._begun(generation, recover))
+            # What Megatron itself raises in here ends this rank alone: the others may be in an exchange of its own.
+            yield outcome
             with self._together(f"writing generation {generation}", _TORN):
-                yield outcome
                 for child in self._children:
                     child.raise_fault()
                 self._watch.raise_if_nonfinite()

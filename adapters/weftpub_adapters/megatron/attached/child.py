@@ -40,6 +40,7 @@ class StagedChild:
     ) -> None:
         self.units = list(units)
         self._decoupled = decoupled
+        self._splits = splits
         self._pieces: dict[str, tuple[Unit, slice]] = {}
         weights: dict[str, torch.Tensor] = {}
         for unit in self.units:
@@ -94,12 +95,15 @@ class StagedChild:
     def step(self) -> None:
         """Update every master and hand it to its writer; learning rates and decays are those of the groups now.
 
-        With several ranks nothing is raised here: Megatron exchanges between ranks inside its step, Muon for each
-        matrix, and those that have no error would wait there. `raise_fault` says it when all are through.
+        With several ranks nothing is raised here: Megatron exchanges between ranks after it, and those that have no
+        error would wait there. `raise_fault` says it when all are through. Only what is raised between the exchanges
+        of tensor-parallel matrices ends this rank at once.
         """
         try:
             self._step()
         except Exception as error:  # raised by raise_fault
+            if self._exchanges():
+                raise
             self._keep(error)
         else:
             if self.fault is not None:
@@ -145,14 +149,23 @@ class StagedChild:
 
         return write
 
+    def _exchanges(self) -> bool:
+        """Whether a step of this optimizer has exchanges between ranks in it: Muon's of a tensor-parallel matrix."""
+        from megatron.core import parallel_state
+
+        return not self._splits and parallel_state.get_tensor_model_parallel_world_size() > 1
+
     def _keep(self, error: Exception) -> None:
         if not several_ranks():
             raise error
         self.fault = self.fault or error
 
     def write_all(self) -> None:
-        """Show every master to its writer as it is."""
-        self.core.write_all()
+        """Show every master to its writer as it is; errors as in `step`."""
+        try:
+            self.core.write_all()
+        except Exception as error:  # raised by raise_fault
+            self._keep(error)
 
 
 class StagedInner:
