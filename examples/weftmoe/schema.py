@@ -296,7 +296,9 @@ class Algorithm(_Block):
 
 
 class Reward(_Block):
-    """The verifier. `timeout` bounds one answer; a late one counts as wrong and is logged."""
+    """The verifier. `timeout`, rounded to whole seconds, bounds reading the truth, reading an answer, and each
+    comparison of the two; a late answer counts as wrong and is logged.
+    """
 
     verifier: Literal["math", "exact"] = "math"
     timeout: Seconds = 10.0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from weftmoe.reward import Rewarder, RewardJob, RewardPool, exact_reward
-from weftmoe.reward.math import LateAnswer, answer_part, math_reward
+from weftmoe.reward.math import LateAnswer, math_reward, stated_answer
 from weftpub.errors import ConfigError
 
 
@@ -28,9 +28,14 @@ def test_exact_rule(completion: str, truth: str, reward: float) -> None:
 
 
 def test_the_stated_answer_is_what_counts() -> None:
-    assert answer_part("Answer: 3\nNo.\nAnswer: 4") == "4"
-    assert answer_part("the answer : x") == "x"
-    assert answer_part("a" * 400 + "7") == "a" * 299 + "7"
+    assert stated_answer("Answer: 3\nNo.\nAnswer: 4\nDone: 5") == "$4$"
+    assert stated_answer("Answer: see below. Answer: 4") == "$4$"
+    assert stated_answer("the answer : x") == "$x$"
+    assert stated_answer("**Answer:** so $4$ it is.") == "$4$"
+    assert stated_answer("**Answer: 4.5.**") == "$4.5$"
+    assert stated_answer("Answer: $a=1$, $b=2$") == "$a=1, b=2$"
+    assert stated_answer("Answer: \n") == ""
+    assert stated_answer("a" * 400 + "7") == "a" * 299 + "7"
 
 
 # A worker for the pool's own behaviour: it understands a few words instead of mathematics.
@@ -119,6 +124,15 @@ def test_the_verifier_judges_mathematics() -> None:
         ("Answer: 1,000", "1000", 1.0),
         ("Answer: \\boxed{9^{9^{9^{9}}}}", "1", 0.0),
         ("", "1", 0.0),
+        ("Answer:\n$34$", "34", 1.0),
+        ("Answer: $34$\n\nI checked that $2+2=4$.", "34", 1.0),
+        ("Answer: 34.\nThe problem asked for n with 3 digits", "34", 1.0),
+        ("Answer: the number is $34$.", "34", 1.0),
+        ("Answer: (1, 2)", "$(1, 2)$", 1.0),
+        ("Answer: 1 2 3 4 5 6 7 8 9", "9", 0.0),  # a list of guesses
+        ("Answer: $7$ or $9$", "9", 0.0),
+        ("it is 35 or 34", "34", 1.0),
+        ("Answer:", "1", 0.0),
     ]
     with Rewarder(workers=1, seconds=1) as rewarder:
         rewards, outcomes = rewarder.judge([RewardJob(completion, truth, "math") for completion, truth, _ in cases])

@@ -9,11 +9,13 @@ from typing import Any
 
 from weftpub.errors import ConfigError
 
-__all__ = ["LateAnswer", "answer_part", "load_verifier", "math_reward"]
+__all__ = ["LateAnswer", "load_verifier", "math_reward", "stated_answer"]
 
-# DAPO's prompt asks for a last line "Answer: ...", and its own reward looks at the last 300 characters.
+# DAPO's prompt asks for a last line "Answer: ...". Its own reward (verl, math_dapo.py) looks at the last 300 characters
+# and takes the line that follows the last "Answer:".
 _TAIL = 300
 _ANSWER = re.compile(r"(?i)answer\s*:")
+_DOLLARS = re.compile(r"\$+([^$]+)\$+")
 
 
 class LateAnswer(Exception):
@@ -35,12 +37,21 @@ def load_verifier() -> tuple[Any, Any]:
     return parse, verify
 
 
-def answer_part(completion: str) -> str:
-    """The part of a completion that states its answer: after the last "Answer:", else its last 300 characters."""
+def stated_answer(completion: str) -> str:
+    """What a completion states as its answer, in the form that math-verify reads.
+
+    The line after the last "Answer:" is one expression: its only formula, or all of it. Read as text it would be the
+    last number on it, and a list of all numbers right for the last. Without "Answer:" it is the last number or formula
+    in the last 300 characters.
+    """
     found = list(_ANSWER.finditer(completion))
-    if found:
-        return completion[found[-1].end() :].strip()
-    return completion[-_TAIL:]
+    if not found:
+        return completion[-_TAIL:]
+    line = completion[found[-1].end() :].lstrip(" \t\r\n*").partition("\n")[0]
+    formulas = _DOLLARS.findall(line)
+    expression = formulas[0] if len(formulas) == 1 else line.replace("$", "")
+    expression = expression.strip(" \t\r*.")
+    return f"${expression}$" if expression else ""
 
 
 def math_reward(completion: str, ground_truth: str, *, seconds: int) -> float:
@@ -56,11 +67,7 @@ def math_reward(completion: str, ground_truth: str, *, seconds: int) -> float:
             and says so in its log only.
     """
     gold = _read(f"${ground_truth.strip().strip('$')}$", seconds)
-    stated = answer_part(completion)
-    answer = _read(stated, seconds)
-    if not answer and stated:  # bare LaTeX, as after "Answer: \frac{1}{2}"
-        answer = _read(f"${stated.strip().strip('$')}$", seconds)
-    return float(_equal(gold, answer, seconds))
+    return float(_equal(gold, _read(stated_answer(completion), seconds), seconds))
 
 
 def _read(text: str, seconds: int) -> list[Any]:
