@@ -165,6 +165,21 @@ def test_the_engines_view_of_a_model_has_no_weights(tmp_path: Path, monkeypatch:
     assert sorted(path.name for path in view.iterdir()) == ["config.json", "tokenizer.json"]
     assert json.loads((view / "config.json").read_text())["quantization_config"] == {"quant_method": "fp8"}
     plain = module.engine_directory(tmp_path / "bf16", model, settings("bf16"))
+def test_the_baselines_engine_sees_the_weights_of_the_language_model_alone(tmp_path: Path) -> None:
+    """It was started from the checkpoint itself, looked for Qwen3.5's image processor, and built a vision tower."""
+    model = tmp_path / "model"
+    model.mkdir()
+    config = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "text_config": {}, "vision_config": {}}
+    (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    for name in ("model-1.safetensors", "model.safetensors.index.json"):
+        (model / name).write_text(name, encoding="utf-8")
+    for _ in range(2):  # a run that is resumed finds it there
+        view = engine_directory(tmp_path / "work", model, settings("baseline"))
+    assert {path.name for path in view.iterdir()} == {path.name for path in model.iterdir()}
+    assert (view / "model-1.safetensors").resolve() == (model / "model-1.safetensors")
+    assert json.loads((view / "config.json").read_text())["language_model_only"] is True
+
+
     assert "quantization_config" not in json.loads((plain / "config.json").read_text())
 
 

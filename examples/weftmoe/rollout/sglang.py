@@ -107,7 +107,7 @@ class SglangRollout:
         """Start the engine; with weftpub its receivers too. It is at rest, and its memory released, on return."""
         self._work.mkdir(parents=True, exist_ok=True)
         if self._ranks.first:
-            directory = self._model if self._native else engine_directory(self._work, self._model, self._settings)
+            directory = engine_directory(self._work, self._model, self._settings)
             arguments = engine_arguments(self._settings, directory, self._shared)
             with process_environment(role_environment(self._settings, "engine")):
                 self._handle = UpdatableEngine.start(name=_ENGINE, deadlines=self._deadlines(), **arguments)
@@ -312,8 +312,8 @@ class SglangRollout:
 
 
 def engine_directory(work: Path, model: Path, settings: Settings) -> Path:
-    """The model as the engine is to see it: its configuration and tokenizer, no weights, and for FP8 experts the
-    scheme that leaves every other linear in BF16.
+    """The model as the engine is to see it: its language model's configuration and tokenizer, with links to its weights
+    where the engine begins with them, and for FP8 experts the scheme that leaves every other linear in BF16.
     """
     view = work / "model"
     view.mkdir(parents=True, exist_ok=True)
@@ -322,6 +322,11 @@ def engine_directory(work: Path, model: Path, settings: Settings) -> Path:
             target = view / path.name
             if not path.name.endswith(".index.json") and path.name != "config.json":
                 target.write_bytes(path.read_bytes())
+    if settings.publish.path == "native":
+        for path in model.glob("*.safetensors*"):
+            target = view / path.name
+            target.unlink(missing_ok=True)
+            target.symlink_to(path.resolve())
     config = served_config(json.loads((model / "config.json").read_text(encoding="utf-8")))
     if settings.variant == "fp8":
         config["quantization_config"] = quantization_config(config)
