@@ -232,7 +232,7 @@ class Room:
             "telemetry.tensorboard=false",
             "checkpoint.save=off",
             *([] if self.options.cpu else gpu),
-            *([] if deterministic else fast),
+            *([] if deterministic or self.options.deterministic else fast),
             *TASK,
             *(["algorithm.prompts=4", "algorithm.completions=4"] if self.options.tiny else []),
             *more,
@@ -648,6 +648,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--warmup", type=int, default=400, help="most supervised steps of a made model")
     parser.add_argument("--side-by-side", type=int, default=3)
+    parser.add_argument("--deterministic", action="store_true", help="train with the smoke's own settings, everywhere")
     parser.add_argument("--limit", type=float, default=540.0, help="most seconds of one run")
     parser.add_argument("--seconds", type=float, default=86400.0, help="seconds after which everything is ended")
     parser.add_argument("--commit", default="", help="of the code, where it is no checkout")
