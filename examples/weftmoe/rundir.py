@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from weftmoe import settings as composed
+from weftmoe.disk import MIB, free_bytes_at
 from weftmoe.schema import Settings
 from weftpub.errors import ConfigError
 
@@ -71,7 +72,7 @@ def claim(settings: Settings, node_rank: int = 0) -> int | None:
         raise ConfigError(f"out={settings.out} cannot be made: {error.strerror}; choose another --out") from None
     path = settings_path(settings.out, node_rank)
     if node_rank != 0:
-        composed.write(settings, path)
+        _write_settings(settings, path)
         return None
     lock = _lock(settings.out / "run.lock")
     try:
@@ -79,7 +80,7 @@ def claim(settings: Settings, node_rank: int = 0) -> int | None:
         if not settings.checkpoint.resume:
             _set_aside(settings.out)
         stopped_path(settings.out).unlink(missing_ok=True)
-        composed.write(settings, path)
+        _write_settings(settings, path)
     except BaseException:
         os.close(lock)
         raise
@@ -94,6 +95,17 @@ def differences(old: Settings, new: Settings) -> list[str]:
         for key in sorted({*before, *after})
         if before.get(key) != after.get(key) and not any(key == free or key.startswith(f"{free}.") for free in _FREE)
     ]
+
+
+def _write_settings(settings: Settings, path: Path) -> None:
+    try:
+        composed.write(settings, path)
+    except OSError as error:
+        free = free_bytes_at(path)
+        raise ConfigError(
+            f"{path} cannot be written: {error.strerror}; {'?' if free is None else free // MIB} MiB are free there. "
+            "Free space, or choose another --out"
+        ) from None
 
 
 def _require_same(settings: Settings, path: Path) -> None:

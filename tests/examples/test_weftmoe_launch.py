@@ -23,7 +23,7 @@ from weftmoe.checks import ALLOCATOR_VARIABLES
 from weftmoe.env import changed, require_environment, role_environment
 from weftmoe.launch import command, resolve, torchrun_command
 from weftmoe.rundir import claim, differences, settings_path
-from weftpub.errors import ConfigError
+from weftpub.errors import CheckpointError, ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 WEFTMOE = ROOT / "examples" / "weftmoe"
@@ -248,6 +248,48 @@ def test_a_process_that_was_started_otherwise_says_so(tmp_path: Path, capsys: py
     assert worker.main([str(tmp_path / "none.yaml")]) == 1
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(28, "No space left on device"), r"weftmoe: OUT cannot be written: No space left on device; \d+ MiB "),
+        (
+            OSError(13, "Permission denied", "/dev/none/x"),
+            r"weftmoe: /dev/none/x cannot be written: Permission denied; ",
+        ),
+        (CheckpointError("its own"), "weftmoe: CheckpointError: its own"),
+    ],
+)
+def test_a_disk_that_takes_nothing_is_one_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: OSError, said: str
+) -> None:
+    """A full disk ended a run, in the middle of its log, with a traceback of four libraries."""
+    settings = composed.load("fp8", smoke="cpu", overrides=[f"out={tmp_path}"])
+    composed.write(settings, tmp_path / "settings.yaml")
+    monkeypatch.setattr(worker, "require_environment", lambda *_: None)
+
+    def fails(_: Any) -> int:
+        raise error
+
+    monkeypatch.setattr(train, "main", fails)
+    assert worker.main([str(tmp_path / "settings.yaml")]) == 1
+    found = capsys.readouterr().err
+    assert re.match(said.replace("OUT", re.escape(str(tmp_path))), found)
+    assert len(found.splitlines()) == 1
+    if not isinstance(error, CheckpointError):
+        assert f"start again with --out {tmp_path}: checkpoints are whole" in found
+
+
+def test_an_error_that_is_not_the_disks_is_not_taken_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: Any) -> int:
+        raise FileNotFoundError(2, "No such file or directory", "model")
+
+    composed.write(composed.load("fp8", smoke="cpu", overrides=[f"out={tmp_path}"]), tmp_path / "settings.yaml")
+    monkeypatch.setattr(worker, "require_environment", lambda *_: None)
+    monkeypatch.setattr(train, "main", fails)
+    with pytest.raises(FileNotFoundError):
+        worker.main([str(tmp_path / "settings.yaml")])
+
+
 def strings(node: ast.AST) -> set[Any]:
     return {inner.value for inner in ast.walk(node) if isinstance(inner, ast.Constant)}
 
@@ -327,6 +369,14 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     """One that was there already, and belonged to somebody else, ended the start in a traceback."""
     (tmp_path / "run.lock").mkdir()
     with pytest.raises(ConfigError, match=r"run\.lock cannot be written: Is a directory; choose another --out"):
+        claim(composed.load("fp8", smoke="cpu", overrides=[f"out={tmp_path}"]))
+
+
+def test_settings_that_a_full_disk_does_not_take_are_named(tmp_path: Path) -> None:
+    (tmp_path / "settings.yaml.part").symlink_to("/dev/full")
+    with pytest.raises(
+        ConfigError, match=r"settings\.yaml cannot be written: No space left on device; \d+ MiB are free"
+    ):
         claim(composed.load("fp8", smoke="cpu", overrides=[f"out={tmp_path}"]))
 
 

@@ -4,6 +4,7 @@ stretches, optimizer settings, minibatches and checkpoints on disk.
 
 import json
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
@@ -822,15 +823,23 @@ def test_fixed_tokens_come_back(tmp_path: Path) -> None:
     assert checkpoint.read_state(tmp_path) == state
 
 
-@pytest.mark.parametrize("full", ["trainer", "state"])
+@pytest.mark.parametrize(
+    ("full", "said"),
+    [
+        ("before", r"the disk is too full, and nothing was written; free: \d+ MiB, 1099511627776 MiB are needed"),
+        ("trainer", r"rank 0: Worker failure; free: \d+ MiB, 3 MiB are needed"),
+        ("state", r"loop\.json: No space left on device; free: \d+ MiB, 3 MiB are needed"),
+    ],
+)
 def test_a_full_disk_is_one_message_and_leaves_no_part(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: str, said: str
 ) -> None:
     """Megatron's writers end in torch's CheckpointException, which is no Exception: it went through every handler and
     ended the run in a traceback of the launcher's."""
     whole = checkpoint_folder(tmp_path, 10)
 
-    def write_trainer(trainer: Any, path: Path) -> None:
+    def write_trainer(trainer: Any, path: Path, announce: Callable[[int], None]) -> None:
+        announce(1 << 60 if full == "before" else 3 << 20)
         (path / "shard").write_bytes(b"half")
         if full == "trainer":
             raise checkpoint._NotWritten("rank 0: Worker failure")
@@ -842,7 +851,7 @@ def test_a_full_disk_is_one_message_and_leaves_no_part(
     monkeypatch.setattr(checkpoint, "_write_state", write_state)
     trainer: Any = None
     state = checkpoint.LoopState(20, {}, Counters(), {})
-    with pytest.raises(CheckpointError, match=r"step-000020 could not be written: .* MiB were free\."):
+    with pytest.raises(CheckpointError, match=rf"step-000020 could not be written: .*{said}\. Free space, "):
         checkpoint.save(tmp_path, trainer, state, Ranks())
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [whole.name]
 

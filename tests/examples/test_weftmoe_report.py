@@ -288,3 +288,27 @@ def test_bytes_that_are_no_text_are_no_log(tmp_path: Path) -> None:
 def test_no_log_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["report", str(tmp_path)], commands={"report": report}) == 1
     assert "holds no" in capsys.readouterr().err
+
+
+def test_a_log_on_a_full_disk_is_named_once(tmp_path: Path) -> None:
+    """What the disk had not taken stayed in a buffer, and the closing of the log failed for it once more."""
+    (tmp_path / LOG_NAME).symlink_to("/dev/full")
+    log = RunLog(tmp_path)
+    with pytest.raises(OSError, match=rf"No space left on device: '.*{LOG_NAME}'"):
+        log.write(header())
+    log.close()
+
+
+def test_tensorboards_errors_name_its_folder(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    sinks = open_sinks(tmp_path, header())
+    (sink,) = sinks._sinks
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sink._writer, "add_scalar", full)
+        with pytest.raises(OSError, match=r"No space left on device: '.*tensorboard'"):
+            sinks.write(record(1))
+    sinks.close()

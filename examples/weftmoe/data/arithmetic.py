@@ -61,4 +61,6 @@ def write_arithmetic(path: Path, count: int, *, seed: int, digits: int = 2) -> N
             raise ConfigError(f"{path}: writing parquet needs pyarrow; install pyarrow or write .jsonl") from None
         parquet.write_table(pyarrow.Table.from_pylist(rows), path)
         return
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    part = path.with_name(path.name + ".part")  # half of it, on a full disk, would be taken for all at the next start
+    part.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    part.replace(path)

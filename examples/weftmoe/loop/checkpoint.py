@@ -22,12 +22,13 @@ from typing import Any
 
 import torch
 
+from weftmoe.disk import MIB, free_bytes_at
 from weftmoe.loop.ranks import Ranks
 from weftmoe.loop.trainer import MegatronGrpo
 from weftmoe.telemetry.record import Counters
 from weftpub.errors import CheckpointError
 
-__all__ = ["LoopState", "delete_old", "latest", "load", "save"]
+__all__ = ["LoopState", "delete_old", "latest", "load", "save", "state_path"]
 
 _STATE = "loop.json"
 _TRAINER = "trainer"
@@ -60,6 +61,11 @@ def latest(out: Path) -> Path | None:
     return found[-1] if found else None
 
 
+def state_path(path: Path) -> Path:
+    """The file that says that a checkpoint is whole."""
+    return path / _STATE
+
+
 def read_state(path: Path) -> LoopState:
     """The loop's part of a checkpoint; CheckpointError if it is damaged."""
     try:
@@ -80,12 +86,13 @@ def save(out: Path, trainer: MegatronGrpo, state: LoopState, ranks: Ranks) -> Pa
     """
     target = out / "checkpoints" / f"{_PREFIX}{state.step:06d}"
     part = target.with_name(f".{target.name}.part")
+    room = _Room(out)
     try:
         if ranks.first:
             shutil.rmtree(part, ignore_errors=True)
             (part / _TRAINER).mkdir(parents=True)
         ranks.barrier()
-        _save_trainer(trainer, part / _TRAINER)
+        _save_trainer(trainer, part / _TRAINER, lambda nbytes: room.require(sum(ranks.gather(nbytes)), ranks))
         ranks.barrier()
         if ranks.first:
             _write_state(part / _STATE, state)
@@ -93,13 +100,11 @@ def save(out: Path, trainer: MegatronGrpo, state: LoopState, ranks: Ranks) -> Pa
                 shutil.rmtree(target)
             part.rename(target)
     except (OSError, _NotWritten) as error:
-        free = shutil.disk_usage(out).free
+        # Before its part is removed, which makes room again.
+        message = f"{target} could not be written: {_reason(error)}; {room}"
         if ranks.first:
             shutil.rmtree(part, ignore_errors=True)
-        raise CheckpointError(
-            f"{target} could not be written: {error}; {free >> 20} MiB were free. Free space and start again with "
-            "the same --out: older checkpoints are whole, and the run goes on from the newest"
-        ) from error
+        raise CheckpointError(message) from error
     ranks.barrier()
     return target
 
@@ -130,7 +135,44 @@ def delete_old(out: Path, keep: int) -> None:
 
 
 class _NotWritten(Exception):
-    """Megatron's writers failed; on every rank."""
+    """Megatron's writers failed, or would; on every rank."""
+
+
+class _Room:
+    """What a checkpoint needs of its disk, and what is free there, in words.
+
+    Args:
+        out: a folder on that disk.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self._out = out
+        self._needed: int | None = None
+
+    def require(self, needed: int, ranks: Ranks) -> None:
+        """_NotWritten on every rank if `needed` bytes are more than rank 0 finds to be free: Megatron's writers would
+        find out one after the other, each in words of its own.
+        """
+        self._needed = needed
+        free: int | None = ranks.broadcast(free_bytes_at(self._out))
+        if free is not None and free < needed:
+            raise _NotWritten("the disk is too full, and nothing was written")
+
+    def __str__(self) -> str:
+        free = free_bytes_at(self._out)
+        room = "unknown" if free is None else f"{free // MIB} MiB"
+        needed = "" if self._needed is None else f", {-(-self._needed // MIB)} MiB are needed"
+        return (
+            f"free: {room}{needed}. Free space, or make {self._out} writable, and start again with the same --out: "
+            "older checkpoints are whole, and the run goes on from the newest"
+        )
+
+
+def _reason(error: OSError | _NotWritten) -> str:
+    """Without the number of the operating system's errors, and with the file."""
+    if not isinstance(error, OSError) or error.strerror is None:
+        return str(error)
+    return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
 
 
 def _write_state(path: Path, state: LoopState) -> None:
@@ -147,10 +189,27 @@ def _write_state(path: Path, state: LoopState) -> None:
         os.fsync(file.fileno())
 
 
-def _save_trainer(trainer: MegatronGrpo, path: Path) -> None:
+def _save_trainer(trainer: MegatronGrpo, path: Path, announce: Callable[[int], None]) -> None:
+    """`announce` is told the bytes that this rank will write, and may refuse."""
     attachment = trainer.attachment
     with attachment.saving() if attachment.attached else contextlib.nullcontext():
-        _write_trainer(_sharded(trainer, loading=False), path)
+        state = _sharded(trainer, loading=False)
+        announce(_nbytes(state))
+        _write_trainer(state, path)
+
+
+def _nbytes(state: dict[str, Any]) -> int:
+    """Bytes of the tensors that this rank writes: of replicas one does."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
+
+    return sum(
+        value.data.nbytes
+        for value in nested_values(state)
+        if isinstance(value, ShardedTensor | ShardedTensorFactory)
+        and value.data is not None
+        and is_main_replica(value.replica_id)
+    )
 
 
 def _write_trainer(state: dict[str, Any], path: Path) -> None:

@@ -36,7 +36,10 @@ def read_note(directory: Path, smoke: Smoke, *, seed: int, tokens: int, architec
     note = directory / _NAME
     if not note.is_file():
         return None
-    found = json.loads(note.read_text(encoding="utf-8"))
+    try:
+        found = json.loads(note.read_text(encoding="utf-8"))
+    except json.JSONDecodeError:  # the disk was full
+        return None
     return Warmup(**found["warmup"]) if found["wanted"] == _wanted(smoke, seed, tokens, architecture) else None
 
 

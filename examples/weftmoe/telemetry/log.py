@@ -4,6 +4,7 @@ Lines are headers (`kind` "run") and step records (`kind` "step"), each written 
 appends: its header comes next, and its records replace those of the same steps before it.
 """
 
+import errno
 import json
 import os
 from collections.abc import Sequence
@@ -26,22 +27,36 @@ class RunLog:
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        path = directory / LOG_NAME
-        torn = path.is_file() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
-        self._file = path.open("a", encoding="utf-8")
+        self._path = directory / LOG_NAME
+        torn = self._path.is_file() and self._path.stat().st_size > 0 and not _ends_a_line(self._path)
+        # Without a buffer: what a full disk has not taken would be tried, and fail, again at every later call.
+        self._file = self._path.open("ab", buffering=0)
         if torn:  # a killed run's half line; it gets a line of its own, which readers pass over
-            self._file.write("\n")
+            self._append(b"\n")
 
     def write(self, record: RunHeader | StepRecord) -> None:
-        """Append one line and hand it to the operating system."""
-        self._file.write(record.model_dump_json() + "\n")
-        self._file.flush()
+        """Append one line and hand it to the operating system; OSError names the file."""
+        self._append(record.model_dump_json().encode() + b"\n")
 
     def close(self) -> None:
         """Write everything to disk."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with self._file:
+            try:
+                os.fsync(self._file.fileno())
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # a pipe, which has no disk
+                    raise self._named(error) from None
+
+    def _append(self, rest: bytes) -> None:
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            raise self._named(error) from None
+
+    def _named(self, error: OSError) -> OSError:
+        """With the file's name, which the operating system does not say."""
+        return OSError(error.errno, error.strerror, str(self._path))
 
     def __enter__(self) -> Self:
         return self
@@ -72,6 +87,10 @@ class LoggedRun:
         first = self.headers[0]
         name = f"{first.variant} seed {first.seed}"
         return f"{name}, {self.label}" if self.label else name
+
+
+def _ends_a_line(path: Path) -> bool:
+    return path.read_bytes().endswith(b"\n")
 
 
 def told_apart(runs: Sequence[LoggedRun]) -> list[LoggedRun]:

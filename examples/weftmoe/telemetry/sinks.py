@@ -1,6 +1,8 @@
 """TensorBoard and Weights & Biases, where they are installed; a run needs neither."""
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
@@ -23,14 +25,28 @@ class _TensorBoard:
     def __init__(self, directory: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(directory))
+        self._directory = directory
+        with self._named():
+            self._writer = SummaryWriter(str(directory))
 
     def write(self, record: StepRecord) -> None:
-        for name, value in record.scalars():
-            self._writer.add_scalar(name, value, record.step)
+        with self._named():
+            for name, value in record.scalars():
+                self._writer.add_scalar(name, value, record.step)
 
     def close(self) -> None:
-        self._writer.close()
+        with self._named():
+            self._writer.close()
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """TensorBoard's thread passes errors on, which do not say where they come from."""
+        try:
+            yield
+        except OSError as error:
+            if error.filename is not None:
+                raise
+            raise OSError(error.errno, error.strerror, str(self._directory)) from None
 
 
 class _Wandb:
