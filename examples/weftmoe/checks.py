@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from weftmoe.schema import Settings
+from weftmoe.schema import Publish, Settings
 from weftpub.errors import ConfigError
 
 __all__ = ["ALLOCATOR_VARIABLES", "check", "problems"]
@@ -28,6 +28,8 @@ def problems(settings: Settings) -> Iterator[str]:
     yield from _train_layout(settings)
     yield from _rollout_layout(settings)
     yield from _variant(settings)
+    yield from _moments(settings)
+    yield from _preset(settings)
     yield from _environment(settings)
 
 
@@ -61,12 +63,21 @@ def _correction(s: Settings) -> Iterator[str]:
 
 def _train_layout(s: Settings) -> Iterator[str]:
     train, world = s.train, s.cluster.world
+    for name in ("pipeline", "context", "expert_tensor"):
+        if getattr(train, name) != 1:
+            yield f"train.{name}={getattr(train, name)} is not driven by this loop; set it to 1 and use train.expert"
     dense = train.tensor * train.context * train.pipeline
     experts = train.expert * train.expert_tensor * train.pipeline
     if world % dense:
         yield f"train: tensor x context x pipeline = {dense} must divide the {world} ranks of the cluster"
     if world % experts:
         yield f"train: expert x expert_tensor x pipeline = {experts} must divide the {world} ranks of the cluster"
+    near = s.cluster.ranks
+    if s.cluster.nodes > 1 and (near % dense or near % experts):
+        yield (
+            f"train: tensor x context x pipeline = {dense} and expert x expert_tensor x pipeline = {experts} must "
+            f"divide the {near} ranks of one node: its engine takes all weights from there"
+        )
     if train.tensor > 1 and not train.sequence_parallel:
         yield f"train.tensor={train.tensor} with experts needs train.sequence_parallel=true (Megatron-core)"
     if train.tensor == 1 and train.sequence_parallel:
@@ -84,12 +95,16 @@ def _train_layout(s: Settings) -> Iterator[str]:
 
 def _rollout_layout(s: Settings) -> Iterator[str]:
     rollout, world = s.rollout, s.cluster.world
+    if rollout.engines != s.cluster.nodes:
+        yield f"rollout.engines={rollout.engines}: each node has one, so set it to cluster.nodes={s.cluster.nodes}"
     if rollout.tensor % rollout.expert:
         yield f"rollout.expert={rollout.expert} must divide rollout.tensor={rollout.tensor}, the ranks of one engine"
     if rollout.dp_attention and rollout.tensor % rollout.data:
         yield f"rollout.data={rollout.data} must divide rollout.tensor={rollout.tensor} with rollout.dp_attention"
     if not rollout.dp_attention and rollout.data != 1:
         yield f"rollout.data={rollout.data} needs rollout.dp_attention=true; without it set rollout.data=1"
+    if rollout.engine == "sampler" and rollout.sampling.stop:
+        yield "rollout.sampling.stop is read by SGLang only; leave it out with rollout.engine='sampler'"
     if rollout.engine == "sglang" and s.cluster.gpus == 0:
         yield "rollout.engine='sglang' needs a GPU; set rollout.engine='sampler'"
     if rollout.engine == "sglang" and rollout.engines * rollout.tensor != world:
@@ -116,8 +131,6 @@ def _variant(s: Settings) -> Iterator[str]:
     if staged != (s.publish.path == "weftpub"):
         works = "weftpub" if staged else "native"
         yield f"publish.path={s.publish.path!r} does not go with variant {s.variant!r}; set it to {works!r}"
-    if staged and s.train.pipeline > 1:
-        yield f"train.pipeline={s.train.pipeline} is not supported; set it to 1 and use train.expert"
     if staged and s.rollout.moe_runner != "triton":
         yield (
             f"rollout.moe_runner={s.rollout.moe_runner!r} may move or change weights after loading; variant "
@@ -127,16 +140,45 @@ def _variant(s: Settings) -> Iterator[str]:
         yield f"optimizer.cpu_offload is Megatron's own; variant {s.variant!r} stages by itself: set it to false"
     if s.optimizer.cpu_offload and s.optimizer.name == "muon":
         yield "optimizer.cpu_offload works with optimizer.name='adamw' only; set it to false"
-    if s.variant == "fp8":
-        if s.train.expert_tensor > 1:
-            yield f"train.expert_tensor={s.train.expert_tensor} splits experts; variant 'fp8' needs 1"
-        if s.train.expert != s.cluster.world and s.train.expert_tensor == 1 and s.train.pipeline == 1:
-            yield (
-                f"train.expert={s.train.expert} on {s.cluster.world} ranks replicates experts; variant 'fp8' needs "
-                f"one writer of each byte: set train.expert={s.cluster.world}, or use variant 'bf16'"
-            )
-    elif s.publish.experts == "shared":
+    if s.variant != "fp8" and s.publish.experts == "shared":
         yield f"publish.experts='shared' is for variant 'fp8'; set it to 'copy' for {s.variant!r}"
+
+
+def _moments(s: Settings) -> Iterator[str]:
+    """Of AdamW's moments only those on the host have a choice of dtypes."""
+    chosen = {name: getattr(s.optimizer, name) for name in ("exp_avg_dtype", "exp_avg_sq_dtype")}
+    wrong = ", ".join(f"optimizer.{name}={value!r}" for name, value in chosen.items() if value != "fp32")
+    if not wrong:
+        return
+    if s.optimizer.name != "adamw":
+        yield f"{wrong}: optimizer {s.optimizer.name!r} does not read it; add --optimizer adamw, or leave it out"
+    elif s.variant == "baseline" and not (s.optimizer.cpu_offload and s.cluster.gpus):
+        yield f"{wrong}: without optimizer.cpu_offload, or without a GPU, a baseline does not read it; leave it out"
+
+
+def _preset(s: Settings) -> Iterator[str]:
+    if s.publish.preset == Publish.model_fields["preset"].default:
+        power_of_two = False
+    else:
+        # Loads torch; printing a run with the usual one need not wait for it.
+        from weftpub_kernels import KernelError, require_publishable
+
+        try:
+            recipe = require_publishable(s.publish.preset)
+        except KernelError as error:
+            yield f"publish.preset={s.publish.preset!r}: {error}"
+            return
+        if str(recipe.input_dtype) != "torch.float32":
+            yield f"publish.preset={recipe.name!r} quantizes {recipe.input_dtype}; masters are FP32: use 'te_fp32'"
+        if not recipe.ieee and s.cluster.gpus == 0:
+            yield f"publish.preset={recipe.name!r} divides as only a GPU does; without one use 'te_fp32'"
+        power_of_two = recipe.pow2_rule != "none"
+    if s.variant == "fp8" and power_of_two != (s.publish.activation_scales == "power_of_two"):
+        rule = "power_of_two" if power_of_two else "fp32"
+        yield (
+            f"publish.preset={s.publish.preset!r} beside publish.activation_scales={s.publish.activation_scales!r}: "
+            f"weights and activations of one GEMM have one rule; set publish.activation_scales={rule!r}"
+        )
 
 
 def _environment(s: Settings) -> Iterator[str]:

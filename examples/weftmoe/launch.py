@@ -132,7 +132,7 @@ def resolve(
 def torchrun_command(settings: Settings, *, node_rank: int = 0, master: str = "127.0.0.1:29500") -> list[str]:
     """The command that starts this node's ranks."""
     cluster = settings.cluster
-    command = [sys.executable, "-m", "weftmoe.agent", f"--nproc-per-node={max(1, cluster.gpus)}"]
+    command = [sys.executable, "-m", "weftmoe.agent", f"--nproc-per-node={cluster.ranks}"]
     if cluster.numa_binding and cluster.gpus:
         command += ["--numa-binding=node"]
     if cluster.nodes == 1:
@@ -153,18 +153,13 @@ def require_driven(settings: Settings) -> None:
     """Refuse, before an engine is started, what the loop does not drive.
 
     Raises:
-        ConfigError: several machines or engines, or no kernels for a model's gated delta nets.
+        ConfigError: no kernels for a model's gated delta nets.
     """
     if settings.cluster.gpus and settings.model.architecture != "Qwen3MoeForCausalLM":
         # Loads torch; printing and planning need not wait for it.
         from weftpub_adapters.megatron import require_delta_net_kernels
 
         require_delta_net_kernels(deterministic=settings.train.deterministic)
-    if settings.cluster.nodes > 1 or settings.rollout.engines > 1:
-        raise ConfigError(
-            f"cluster.nodes={settings.cluster.nodes}, rollout.engines={settings.rollout.engines}: the loop drives one "
-            "engine on one machine; set both to 1"
-        )
 
 
 def command(arguments: Sequence[str]) -> int:
@@ -197,7 +192,7 @@ def _check_plan(settings: Settings, gpu_memory: float, *, ignore: bool) -> None:
     (verdict,) = verdicts([budget])
     if not budget.fits and not ignore:
         raise ConfigError(f"{verdict}. --ignore-plan starts it all the same")
-    needed = budget.host_bytes * max(1, settings.cluster.gpus) / GIB
+    needed = budget.host_bytes * settings.cluster.ranks / GIB
     print(f"weftmoe: {verdict}; {needed:.0f} GiB of pinned host memory a machine", flush=True)
 
 
@@ -207,7 +202,7 @@ def _check_host(settings: Settings, *, ignore: bool) -> None:
     from weftpub.budget import GIB
     from weftpub_adapters.doctor.facts import host_memory
 
-    needed = budget_of(settings).host_bytes * max(1, settings.cluster.gpus)
+    needed = budget_of(settings).host_bytes * settings.cluster.ranks
     _, free = host_memory()
     if needed > free and not ignore:
         raise ConfigError(

@@ -119,18 +119,25 @@ class Cluster(_Block):
     """Machines of the run.
 
     Attributes:
-        nodes, gpus: machines, and GPUs of each; 0 GPUs trains on the CPU in one process.
+        nodes, gpus: machines, and GPUs of each; 0 GPUs trains on the CPU.
+        cpu_ranks: trainer ranks of each machine without GPUs.
         numa_binding: bind every rank to its GPU's NUMA node, where its pinned memory then lies (needs numactl).
     """
 
     nodes: Positive = 1
     gpus: Count = 8
+    cpu_ranks: Positive = 1
     numa_binding: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """Trainer ranks of each machine."""
+        return self.gpus or self.cpu_ranks
 
     @property
     def world(self) -> int:
         """Trainer ranks."""
-        return self.nodes * max(1, self.gpus)
+        return self.nodes * self.ranks
 
 
 class Sampling(_Block):
@@ -157,7 +164,7 @@ class Rollout(_Block):
             GPU).
         tensor, data, expert: SGLang's tp_size, dp_size and ep_size; tp_size counts all ranks of one engine.
         dp_attention: attention is data parallel over `data` groups; without it `data` is 1.
-        engines: engines of the run.
+        engines: engines of the run, one a machine.
         moe_runner, fp8_gemm_runner, moe_a2a, attention_backend: SGLang's backends; "auto" and None leave the choice to
             SGLang.
         memory_fraction: SGLang's mem_fraction_static, the share of free GPU memory for weights and KV cache.

@@ -74,7 +74,8 @@ def load(
         model: name of a file under configs/models, in any case, with or without its organisation; or a Hugging Face
             directory.
         smoke: the tiny run, with a GPU or without; None is a real one.
-        nodes, gpus: machines, and GPUs of each: experts are dealt over all of them, and every node gets one engine.
+        nodes, gpus: machines, and GPUs of each: experts are dealt over those of one machine, and every machine gets one
+            engine.
         overrides: ``a.b=c``, the value in YAML.
 
     Raises:
@@ -155,7 +156,7 @@ def _checkpoint(directory: Path) -> dict[str, Any]:
 
 
 def _sized(merged: Any, nodes: int | None, gpus: int | None) -> dict[str, Any]:
-    """Parallel sizes for other numbers of GPUs: experts over all of them, one engine a node."""
+    """Parallel sizes for other numbers of GPUs: experts over those of one node, whose engine takes them from there."""
     nodes = merged.cluster.nodes if nodes is None else nodes
     gpus = merged.cluster.gpus if gpus is None else gpus
     if nodes < 1 or gpus < 0:
@@ -165,7 +166,7 @@ def _sized(merged: Any, nodes: int | None, gpus: int | None) -> dict[str, Any]:
     attention = bool(merged.rollout.dp_attention)
     return {
         "cluster": {"nodes": nodes, "gpus": gpus},
-        "train": {"expert": nodes * ranks, "tensor": tensor, "sequence_parallel": tensor > 1},
+        "train": {"expert": ranks, "tensor": tensor, "sequence_parallel": tensor > 1},
         "rollout": {"engines": nodes, "tensor": ranks, "expert": ranks, "data": ranks if attention else 1},
     }
 

@@ -37,8 +37,8 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> LoggedRun:
     out = tmp_path_factory.mktemp("baseline")
-    # Ranks without GPUs count as nodes. Answers may all be wrong, and give no gradient: decay moves the weights then.
-    ranks = ["cluster.nodes=2", "train.expert=2", "optimizer.lr=2e-3", "optimizer.weight_decay=100"]
+    # Answers may all be wrong, and give no gradient: decay moves the weights then.
+    ranks = ["cluster.cpu_ranks=2", "train.expert=2", "optimizer.lr=2e-3", "optimizer.weight_decay=100"]
     overrides = [f"out={out}", f"steps={STEPS}", "checkpoint.save=2", *SMALL, *ranks]
     settings = composed.load("baseline", smoke="cpu", overrides=overrides)
     (out / "rank.py").write_text(RANK, encoding="utf-8")

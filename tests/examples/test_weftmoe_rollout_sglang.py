@@ -4,7 +4,7 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from weftmoe import settings as composed
+from weftmoe.loop.ranks import Place
 from weftmoe.rollout import Request
 from weftmoe.rollout.engine import _buckets, process_environment
 from weftmoe.rollout.sglang import SglangRollout, engine_arguments, engine_directory
@@ -105,12 +106,9 @@ def test_answers_of_an_unpublished_version_are_refused(tmp_path: Path) -> None:
         made._number("default")
 
 
-@pytest.mark.parametrize("override", ["cluster.nodes=2"])
-def test_what_is_not_driven_is_refused_by_name(tmp_path: Path, override: str) -> None:
-    chosen = settings("bf16", "8k")
-    more = chosen.model_copy(update={"cluster": chosen.cluster.model_copy(update={"nodes": 2})})
-    with pytest.raises(ConfigError, match=re.escape(override)):
-        SglangRollout(more, tmp_path, {}, (7,), "run", tmp_path)
+def test_ranks_that_were_not_started_on_all_nodes_are_noticed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="1 ranks on 2 nodes"):
+        SglangRollout(composed.load("bf16", nodes=2), tmp_path, {}, (7,), "run", tmp_path)
 
 
 def test_only_started_processes_get_the_engines_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,6 +163,9 @@ def test_the_engines_view_of_a_model_has_no_weights(tmp_path: Path, monkeypatch:
     assert sorted(path.name for path in view.iterdir()) == ["config.json", "tokenizer.json"]
     assert json.loads((view / "config.json").read_text())["quantization_config"] == {"quant_method": "fp8"}
     plain = module.engine_directory(tmp_path / "bf16", model, settings("bf16"))
+    assert "quantization_config" not in json.loads((plain / "config.json").read_text())
+
+
 def test_the_baselines_engine_sees_the_weights_of_the_language_model_alone(tmp_path: Path) -> None:
     """It was started from the checkpoint itself, looked for Qwen3.5's image processor, and built a vision tower."""
     model = tmp_path / "model"
@@ -180,10 +181,7 @@ def test_the_baselines_engine_sees_the_weights_of_the_language_model_alone(tmp_p
     assert json.loads((view / "config.json").read_text())["language_model_only"] is True
 
 
-    assert "quantization_config" not in json.loads((plain / "config.json").read_text())
-
-
-# The baseline on several ranks: rank 0 has the engine, and the GPUs of all are concerned.
+# The baseline on several ranks: the first of each node has its engine, and the GPUs of all are concerned.
 
 
 class Handle:
@@ -204,19 +202,31 @@ class Handle:
         return call
 
 
-def rank_of(number: int, groups: list[ThreadGroup], handle: Handle, monkeypatch: pytest.MonkeyPatch) -> SglangRollout:
-    made = SglangRollout(settings("baseline", "16k"), Path(), {}, (7,), "run", Path())
-    made._ranks = SimpleNamespace(world=2, first=number == 0)  # type: ignore[assignment]
-    monkeypatch.setattr(made, "_group", lambda: groups[number])
-    made._handle = handle if number == 0 else None  # type: ignore[assignment]
-
-    class Gathers:
-        def run(self, sources: Any, pack: Any, deliver: Any, *, delivery: float) -> None:
-            if number == 0:
-                deliver(["payload of 0", "payload of 1"])
-
-    made._gather = Gathers()  # type: ignore[assignment]
+def ranks_on(nodes: int, handles: Sequence[Handle], monkeypatch: pytest.MonkeyPatch) -> list[SglangRollout]:
+    """Two ranks, on one node or on two."""
+    groups, made = ThreadGroup.of_size(2), []
+    for number in range(2):
+        rank = SglangRollout(settings("baseline", "16k"), Path(), {}, (7,), "run", Path())
+        place = Place(number, nodes, 2 // nodes)
+        rank._place = rank._fleet.place = place
+        monkeypatch.setattr(rank._fleet, "group", lambda number=number: groups[number])
+        rank._handle = handles[place.node] if place.leads else None  # type: ignore[assignment]
+        rank._gather = Gathers(place, nodes)  # type: ignore[assignment]
+        made.append(rank)
     return made
+
+
+class Gathers:
+    """Stands for a `BucketGather` of one bucket, which agrees by itself."""
+
+    buckets = (None,)
+
+    def __init__(self, place: Place, nodes: int) -> None:
+        self._place, self._nodes = place, nodes
+
+    def run(self, sources: Any, pack: Any, deliver: Any, *, delivery: float) -> None:
+        if self._place.leads:
+            deliver([f"payload of {rank}" for rank in self._place.hosts[self._place.node]])
 
 
 def on_both(ranks: list[SglangRollout], step: Callable[[SglangRollout], Any]) -> list[Any]:
@@ -232,9 +242,12 @@ def on_both(ranks: list[SglangRollout], step: Callable[[SglangRollout], Any]) ->
         return list(pool.map(run, ranks))
 
 
-def test_rank_0_makes_the_calls_of_a_baselines_step_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    handle, groups = Handle(), ThreadGroup.of_size(2)
-    ranks = [rank_of(number, groups, handle, monkeypatch) for number in (0, 1)]
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_first_rank_of_each_node_makes_the_calls_of_a_baselines_step(
+    nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handles = [Handle() for _ in range(nodes)]
+    ranks = ranks_on(nodes, handles, monkeypatch)
 
     def step(rank: SglangRollout) -> Any:
         rank.drain()
@@ -245,40 +258,49 @@ def test_rank_0_makes_the_calls_of_a_baselines_step_for_all(monkeypatch: pytest.
         return published.version, published.check.method
 
     assert on_both(ranks, step) == [(3, "none")] * 2
-    assert handle.calls == [
-        "pause drain",
-        "flush",
-        "release ('kv_cache', 'weights')",
-        "resume ['weights']",
-        "begin_update",
-        "load_bucket ['payload of 0', 'payload of 1']",
-        "end_update",
-        "set_weight_version 3",
-        "resume ['kv_cache']",
-        "continue_",
-    ]
+    payloads = [["payload of 0", "payload of 1"]] if nodes == 1 else [["payload of 0"], ["payload of 1"]]
+    for handle, payload in zip(handles, payloads, strict=True):
+        assert handle.calls == [
+            "pause drain",
+            "flush",
+            "release ('kv_cache', 'weights')",
+            "resume ['weights']",
+            "begin_update",
+            f"load_bucket {payload}",
+            "end_update",
+            "set_weight_version 3",
+            "resume ['kv_cache']",
+            "continue_",
+        ]
 
 
-def test_an_engine_gets_memory_back_when_all_ranks_have_given_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_an_engine_gets_memory_back_when_all_ranks_have_given_theirs(
+    nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank 0 was ready first; the engine took the memory of a GPU whose trainer still had its gradients there."""
-    handle, groups = Handle(), ThreadGroup.of_size(2)
-    first, second = (rank_of(number, groups, handle, monkeypatch) for number in (0, 1))
+    handles = [Handle() for _ in range(nodes)]
+    first, second = ranks_on(nodes, handles, monkeypatch)
     for rank in (first, second):
         rank._away = True
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(first.resume)
         with pytest.raises(TimeoutError):
             waiting.result(timeout=0.05)
-        assert handle.calls == []
+        assert [handle.calls for handle in handles] == [[]] * nodes
         second.resume()
         waiting.result(timeout=30)
-    assert handle.calls == ["resume ['kv_cache']"]
+    assert [handle.calls for handle in handles] == [["resume ['kv_cache']"]] * nodes
 
 
-@pytest.mark.parametrize("fails", ["pause", "release", "begin_update", "set_weight_version", "continue_"])
-def test_what_the_engine_refuses_all_ranks_hear(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    groups = ThreadGroup.of_size(2)
-    ranks = [rank_of(number, groups, Handle(fails), monkeypatch) for number in (0, 1)]
+@pytest.mark.parametrize(
+    "fails", ["pause", "release", "begin_update", "load_bucket", "set_weight_version", "continue_"]
+)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_what_an_engine_refuses_all_ranks_hear(nodes: int, fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last node's engine fails; no engine goes on."""
+    handles = [*(Handle() for _ in range(nodes - 1)), Handle(fails)]
+    ranks = ranks_on(nodes, handles, monkeypatch)
 
     def step(rank: SglangRollout) -> None:
         rank.drain()
@@ -289,3 +311,5 @@ def test_what_the_engine_refuses_all_ranks_hear(fails: str, monkeypatch: pytest.
     for found in on_both(ranks, step):
         assert isinstance(found, ChannelError)
         assert f"{fails} refused" in str(found)
+    if fails != "continue_":
+        assert not any("continue_" in handle.calls for handle in handles)

@@ -186,8 +186,10 @@ class Looped:
         made._path = made._fixed = made._log = None
         made._identity, made._stopping, made._began, made._saved = {}, False, 0, 0
         made._sampler = SimpleNamespace(state=dict)
+        made._memory = SimpleNamespace(look=lambda: None, take=lambda ranks: {})
         made._sinks = SimpleNamespace(write=lambda record: None)
-        made._rollout = SimpleNamespace(drain=lambda: None, release=lambda: None, close=self._close)
+        nothing: dict[str, Any] = {name: lambda: None for name in ("drain", "release", "attend", "dismiss")}
+        made._rollout = SimpleNamespace(**nothing, close=self._close)
         made._trainer = SimpleNamespace(reload=lambda: self.note("reload"), rank=rank)
         made._collector = SimpleNamespace(collect=self._collect)
         made._record = lambda step, *_: SimpleNamespace(reward=0.5, seconds={"total": 1.0, "rollout": 0.1})
@@ -219,7 +221,7 @@ def loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
 
     monkeypatch.setattr(module, "train_step", noted("train", trainer=1, step=3))
     monkeypatch.setattr(module, "publish_version", noted("publish", trainer=0, step=2))
-    monkeypatch.setattr(module, "memory", lambda device: {})
+    monkeypatch.setattr(module, "allocator_memory", lambda device: {})
     monkeypatch.setattr(
         module.checkpoint,
         "save",
@@ -271,6 +273,20 @@ def test_told_in_the_rollout_the_step_before_is_saved(loops: Any, tmp_path: Path
     assert events[-5:] == ["publish 2", "rollout 3", "close", "reload", "save 2"]
     assert (result.steps, result.version, result.stopped) == (2, 2, True)
     assert stopped_path(tmp_path).read_text() == '{"step": 2}\n'
+
+
+def test_what_ends_a_rollout_ends_it_for_all_ranks(loops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others waited for completions that would never come, until torchrun ended them."""
+
+    def dies(event: str) -> bool:
+        if event == "rollout 2":
+            raise ChannelError("engine sglang-node-1: its worker processes [7] have ended")
+        return False
+
+    first, second = loops([dies, never])
+    assert str(first[1]) == "engine sglang-node-1: its worker processes [7] have ended"
+    assert str(second[1]) == f"sender rank 0: {first[1]}"
+    assert isinstance(second[1], ChannelError)
 
 
 def test_an_engine_that_does_not_end_keeps_nobody_from_saving(

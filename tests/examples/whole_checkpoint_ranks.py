@@ -80,7 +80,7 @@ def settings_of(case: Case) -> Any:
 
     sizes = ["smoke.hidden=128", "smoke.intermediate=128", "smoke.experts=4", "smoke.heads=4", "smoke.kv_heads=2"]
     made = composed.load(
-        "baseline", smoke="cpu", overrides=[*sizes, "smoke.head_dim=32", f"cluster.nodes={case.world}"]
+        "baseline", smoke="cpu", overrides=[*sizes, "smoke.head_dim=32", f"cluster.cpu_ranks={case.world}"]
     )
     # No forward pass is made, so tensor parallel ranks need no sequence parallelism, which torch's norms have not.
     return made.model_copy(

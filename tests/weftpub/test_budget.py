@@ -196,6 +196,18 @@ def test_muon_replicates_dense_masters_and_adamw_shards_them() -> None:
     assert state_bytes(replace(one, rule="muon")) > state_bytes(two)
 
 
+def test_nodes_have_copies_of_the_experts() -> None:
+    """Experts are dealt over the ranks of one node, and each node has all of them: a rank holds the same of them."""
+    one = request(rule="adamw", trainer=Trainer(world=8, tensor=2, expert=8))
+    two = replace(one, trainer=Trainer(world=16, tensor=2, expert=8))
+    assert state_bytes(two) == state_bytes(one), "each node has an instance of the distributed optimizer"
+    assert rows(make_budget(two), "train") == rows(make_budget(one), "train")
+    shared = [state_bytes(replace(run, variant="bf16")) for run in (one, two)]
+    assert shared[1] == shared[0] // 2
+    muon = [state_bytes(replace(run, rule="muon")) for run in (one, two)]
+    assert muon[0] == muon[1]
+
+
 # Whether it fits.
 
 
@@ -241,7 +253,6 @@ def test_an_expert_that_tensor_parallel_ranks_would_cut_inside_a_block() -> None
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"trainer": Trainer(world=8, expert=4)}, "replicates every expert 2 times.*expert=8"),
         ({"trainer": Trainer(world=8, expert=4, expert_tensor=2)}, "splits experts; fp8 needs 1"),
         ({"trainer": Trainer(world=8, tensor=3, expert=8)}, "must divide its 8 ranks"),
         ({"trainer": Trainer(world=6, expert=6)}, "cannot be dealt to expert=6.*--expert, that divides 128"),

@@ -17,8 +17,18 @@ from publish_world import World, assert_serves
 from weftpub.channel import Deadlines
 from weftpub.errors import ChannelError, ConfigError, DeadlineError, ManifestError, PlanError, WeftpubError
 from weftpub.plan import Move
-from weftpub.publisher import CurveKeys, Peer, Publisher, RankGroup, SoloGroup, ThreadGroup, TorchGroup, barrier
-from weftpub.publisher import groups as groups_module
+from weftpub.publisher import (
+    CurveKeys,
+    Peer,
+    Publisher,
+    RankGroup,
+    SoloGroup,
+    StoreMail,
+    ThreadGroup,
+    TorchGroup,
+    barrier,
+)
+from weftpub.publisher import mail as mail_module
 from weftpub.publisher.agreement import agree
 from weftpub.publisher.sender import Sender
 from weftpub.publisher.transfer import Transfer
@@ -290,7 +300,7 @@ class TestGroups:
     @pytest.mark.parametrize("size", [0, 7, 8, 9, 100])
     def test_what_is_larger_than_a_value_of_the_store_arrives(self, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
         """Torch's TCP store refuses values above 8 MiB, and closes the connection of whoever sends one."""
-        monkeypatch.setattr(groups_module, "_LARGEST_VALUE", 8)
+        monkeypatch.setattr(mail_module, "_LARGEST_VALUE", 8)
         store, sent = _Small(), bytes(range(size))
         one, other = (_group_over(store, rank) for rank in range(2))
         for group in (one, other):
@@ -328,7 +338,7 @@ class _Small:
 
 def _group_over(store: _Small, rank: int) -> TorchGroup:
     group = TorchGroup.__new__(TorchGroup)
-    group.rank, group.size, group._store, group._run_id = rank, 2, store, "run"
+    group.rank, group.size, group._mail, group._run_id = rank, 2, StoreMail(store), "run"
     return group
 
 

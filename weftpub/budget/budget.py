@@ -132,7 +132,7 @@ def _changes(request: Request) -> Iterator[tuple[str, Request]]:
     if request.variant == "baseline" and not request.cpu_offload:
         words = "AdamW with Megatron's CPU offload (--optimizer adamw --cpu-offload)"
         yield words, replace(request, rule="adamw", cpu_offload=True)
-    if request.variant != "fp8" and request.trainer.expert_data == 1 and request.trainer.expert_tensor == 1:
+    if request.variant != "fp8" and request.trainer.expert_tensor == 1:
         yield "variant fp8", replace(request, variant="fp8")
     tokens = request.limits.microbatch_tokens // 2
     while tokens >= request.limits.total_tokens:

@@ -42,11 +42,12 @@ def served(request: Request) -> tuple[int, int]:
 def state_bytes(request: Request) -> int:
     """FP32 masters and optimizer state of one rank: 8 bytes an element with Muon, 12 with AdamW.
 
-    Muon needs whole matrices, so dense ones are replicated over data-parallel ranks; AdamW's are sharded (Megatron's
-    distributed optimizer).
+    Muon needs whole matrices, so dense ones are replicated over data-parallel ranks, and experts over their replicas;
+    AdamW's are sharded (Megatron's distributed optimizer), within each of its instances where there are several.
     """
     if request.rule == "muon":
         matrices, vectors = by_rule(request)
         return 8 * matrices + 12 * vectors
     experts, dense = split(request)
-    return 12 * (experts // request.trainer.expert_data + dense // request.trainer.data)
+    trainer, copies = request.trainer, request.optimizer_copies
+    return 12 * (experts * copies // trainer.expert_data + dense * copies // trainer.data)

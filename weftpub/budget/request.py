@@ -115,11 +115,18 @@ class Request:
         """Whether masters and state live in host memory, and updates are staged."""
         return self.variant != "baseline"
 
+    @property
+    def optimizer_copies(self) -> int:
+        """Instances of AdamW's distributed optimizer, each with all masters: FP8 experts are written whole, so their
+        replicas do not share them out.
+        """
+        return self.trainer.expert_data if self.variant == "fp8" else 1
+
     def check(self) -> None:
         """Refuse what no adapter would run.
 
         Raises:
-            ConfigError: sizes that do not divide, replicated or split experts for fp8, or an unknown name.
+            ConfigError: sizes that do not divide, split experts for fp8, or an unknown name.
             PlanError: sizes that split an expert inside a quantization block; lists the legal ones.
         """
         for name, value, kind in (("variant", self.variant, Variant), ("optimizer", self.rule, Rule)):
@@ -156,15 +163,8 @@ class Request:
             )
         if s.heads % t.tensor:
             raise ConfigError(f"trainer: {s.heads} attention heads cannot be split over tensor={t.tensor}")
-        if self.variant != "fp8":
-            return
-        if t.expert_tensor > 1:
+        if self.variant == "fp8" and t.expert_tensor > 1:
             raise ConfigError(f"trainer: expert tensor size {t.expert_tensor} splits experts; fp8 needs 1, or use bf16")
-        if t.expert_data > 1:
-            raise ConfigError(
-                f"trainer: expert={t.expert} on {t.world} ranks replicates every expert {t.expert_data} times; fp8 "
-                f"needs one writer of each byte: expert={t.world}, or use bf16"
-            )
 
     def _check_engine(self) -> None:
         e, s = self.engine, self.shape

@@ -5,6 +5,7 @@ send together; an `Observer` only asks.
 from weftpub.channel import CurveKeys, Deadlines
 from weftpub.publisher.coordinator import FailurePolicy
 from weftpub.publisher.groups import RankGroup, SoloGroup, ThreadGroup, TorchGroup, barrier
+from weftpub.publisher.mail import StoreMail
 from weftpub.publisher.observer import Observer
 from weftpub.publisher.peers import Peer
 from weftpub.publisher.publisher import Publisher
@@ -24,6 +25,7 @@ __all__ = [
     "RecoveryReport",
     "SoloGroup",
     "SourceBuffers",
+    "StoreMail",
     "ThreadGroup",
     "TorchGroup",
     "barrier",

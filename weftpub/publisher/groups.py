@@ -7,17 +7,15 @@ for something of the next.
 
 import threading
 from abc import ABC, abstractmethod
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from weftpub.channel import Deadline
 from weftpub.errors import ChannelError, ConfigError
+from weftpub.publisher.mail import StoreMail
 
 __all__ = ["RankGroup", "SoloGroup", "ThreadGroup", "TorchGroup", "barrier"]
-
-_LARGEST_VALUE = 4 << 20  # of the store: torch's TCP store refuses values above 8 MiB, and closes the connection
 
 
 class RankGroup(Protocol):
@@ -179,33 +177,23 @@ class TorchGroup(_KeyedGroup):
                 "TorchGroup needs torch.distributed; call init_process_group first, or use SoloGroup with one sender"
             )
         super().__init__(dist.get_rank(process_group), dist.get_world_size(process_group))
-        group: Any = dist.group.WORLD if process_group is None else process_group
-        self._store: Any = dist.distributed_c10d._get_process_group_store(group)
+        self._mail = StoreMail.of_group(process_group)
         self._run_id = run_id
 
     def _key(self, rank: int) -> str:
         return f"weftpub/{self._run_id}/{self._round}/{self._step}/{rank}"
 
     def _post(self, rank: int, payload: bytes) -> None:
-        key, parts = self._key(rank), range(_LARGEST_VALUE, len(payload), _LARGEST_VALUE)
-        for number, start in enumerate(parts, 1):
-            self._store.set(f"{key}/{number}", payload[start : start + _LARGEST_VALUE])
-        # Last: whoever finds it finds the others.
-        self._store.set(key, len(parts).to_bytes(4, "big") + payload[:_LARGEST_VALUE])
+        self._mail.post(self._key(rank), payload)
 
     def _take(self, rank: int, deadline: Deadline, cause: str) -> bytes:
         key = self._key(rank)
         try:
-            self._store.wait([key], timedelta(seconds=max(deadline.left, 0.001)))
-            first = bytes(self._store.get(key))
-            keys = [key, *(f"{key}/{number}" for number in range(1, int.from_bytes(first[:4], "big") + 1))]
-            value = first[4:] + b"".join(bytes(self._store.get(part)) for part in keys[1:])
+            self._mail.wait(key, deadline.left)
+            return self._mail.take(key)
         except RuntimeError as error:  # torch's store errors, a timeout among them
             if deadline.passed:
                 raise deadline.error(cause) from error
             raise ChannelError(
                 f"{deadline.peer}: the group's store failed in phase {deadline.phase}: {error}; has rank 0's host gone?"
             ) from error
-        for part in keys:
-            self._store.delete_key(part)
-        return value

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from weftmoe.env import role_environment
+from weftmoe.loop.ranks import Place
 from weftmoe.rollout import Rollout
 from weftmoe.schema import Settings
 
@@ -18,8 +19,11 @@ def make_rollout(
     run_id: str,
     shared: str | None = None,
 ) -> Rollout:
-    """The engine of a run, not started yet. `shared`: where it meets the trainer to map one memory for the experts."""
-    work, form = settings.out / "engine", "fp8" if settings.variant == "fp8" else "bf16"
+    """The engines of a run, one a node, not started yet. `shared`: where this node's meets the trainer to map one
+    memory for the experts.
+    """
+    nodes = settings.rollout.engines
+    work, form = settings.out / Place.here(nodes).named("engine"), "fp8" if settings.variant == "fp8" else "bf16"
     if settings.rollout.engine == "sampler":
         from weftmoe.rollout.torch_sampler import SamplerSettings, TorchRollout
 
@@ -41,6 +45,7 @@ def make_rollout(
                 staging_bytes=settings.publish.staging_mib << 20,
                 bucket_bytes=settings.publish.bucket_mib << 20,
                 shared=shared,
+                nodes=nodes,
             )
         )
     from weftmoe.rollout.sglang import SglangRollout

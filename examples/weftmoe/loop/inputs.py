@@ -1,6 +1,7 @@
 """What a run starts from: a checkpoint directory, prompts, and, for the smoke mode, both made on the spot."""
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,10 @@ from weftmoe.schema import Settings
 from weftmoe.smoke import make_model_apart
 from weftpub.errors import ConfigError
 
-__all__ = ["MADE", "Inputs", "find_inputs"]
+__all__ = ["MADE", "Inputs", "await_file", "find_inputs"]
+
+_VISIBLE_S = 120.0  # a shared disk may show a new file as late as its clients' caches allow, a minute by default
+_LOOK_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,18 @@ def find_inputs(
         prompts = read_prompts(path if names_a_path(path) else f"{path}:{settings.data.split}")
     notes.append(str(prompts))
     return Inputs(model, hf_config, prompts, tuple(notes))
+
+
+def await_file(path: Path, seconds: float = _VISIBLE_S) -> None:
+    """Return once a file that rank 0 has seen, or made, is to be seen here; ConfigError if it never is."""
+    until = time.monotonic() + seconds
+    while not path.is_file():
+        if time.monotonic() >= until:
+            raise ConfigError(
+                f"{path}: rank 0 has it, and this rank does not see it after {seconds:g} s; --out has to lie on a disk "
+                "that all nodes share"
+            )
+        time.sleep(_LOOK_S)
 
 
 def _directory(path: str) -> Path:

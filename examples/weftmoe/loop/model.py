@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from weftmoe.loop.optimizer import optimizer_copies
 from weftmoe.schema import Settings
 from weftpub.errors import ConfigError
 from weftpub_adapters.megatron import (
@@ -108,8 +109,8 @@ def initialize(settings: Settings, device: torch.device) -> None:
     join_world(settings, device)
     if dist.get_world_size() != settings.cluster.world:
         raise ConfigError(
-            f"{dist.get_world_size()} ranks were started, cluster.nodes x cluster.gpus is {settings.cluster.world}; "
-            "start the run with run.sh, or make them agree"
+            f"{dist.get_world_size()} ranks were started, cluster.nodes x cluster.gpus is {settings.cluster.world} "
+            "(without GPUs, x cluster.cpu_ranks); start the run with run.sh, or make them agree"
         )
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
@@ -118,6 +119,7 @@ def initialize(settings: Settings, device: torch.device) -> None:
             context_parallel_size=train.context,
             expert_model_parallel_size=train.expert,
             expert_tensor_parallel_size=train.expert_tensor,
+            num_distributed_optimizer_instances=optimizer_copies(settings),
         )
         tensor_parallel.model_parallel_cuda_manual_seed(settings.seed)
 

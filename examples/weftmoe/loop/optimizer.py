@@ -7,7 +7,7 @@ import torch
 
 from weftmoe.schema import Optimizer, Settings
 
-__all__ = ["learning_rate", "optimizer_fields", "set_groups", "uses_flat_buffers"]
+__all__ = ["learning_rate", "optimizer_copies", "optimizer_fields", "set_groups", "uses_flat_buffers"]
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -15,6 +15,15 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def uses_flat_buffers(settings: Settings) -> bool:
     """Whether Megatron's DistributedOptimizer is used: AdamW needs it, Muon needs whole matrices."""
     return settings.optimizer.name == "adamw"
+
+
+def optimizer_copies(settings: Settings) -> int:
+    """Instances of Megatron's DistributedOptimizer. One deals all that it updates out over data-parallel ranks, over
+    replicas of an expert, too; FP8 experts are written whole, so each of their replicas has an instance.
+    """
+    if settings.variant != "fp8" or not uses_flat_buffers(settings):
+        return 1
+    return settings.cluster.world // (settings.train.expert * settings.train.expert_tensor)
 
 
 def optimizer_fields(settings: Settings) -> dict[str, Any]:

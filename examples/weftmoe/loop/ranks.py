@@ -1,10 +1,55 @@
 """The trainer's ranks as the loop sees them: what rank 0 decides, all know; what each one measured, all get."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-__all__ = ["Ranks"]
+from weftpub.errors import ConfigError
+
+__all__ = ["Place", "Ranks"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands among the nodes: torchrun numbers ranks node by node.
+
+    Attributes:
+        rank: of the world.
+        nodes: machines, each with an engine.
+        each: ranks of one node.
+    """
+
+    rank: int
+    nodes: int
+    each: int
+
+    @classmethod
+    def here(cls, nodes: int) -> "Place":
+        """This process's; ConfigError if the ranks cannot be dealt to the nodes."""
+        ranks = Ranks()
+        if ranks.world % nodes:
+            raise ConfigError(f"{ranks.world} ranks on {nodes} nodes: expected as many on each; start them with run.sh")
+        return cls(ranks.rank, nodes, ranks.world // nodes)
+
+    @property
+    def node(self) -> int:
+        """Number of this rank's node."""
+        return self.rank // self.each
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first rank of its node, which has the node's engine."""
+        return self.rank % self.each == 0
+
+    @property
+    def hosts(self) -> tuple[range, ...]:
+        """The ranks of every node."""
+        return tuple(range(node * self.each, (node + 1) * self.each) for node in range(self.nodes))
+
+    def named(self, name: str) -> str:
+        """A name of this node's own, and the name itself where there is one node only."""
+        return name if self.nodes == 1 else f"{name}-node-{self.node}"
 
 
 class Ranks:
@@ -12,7 +57,7 @@ class Ranks:
 
     @property
     def rank(self) -> int:
-        """This rank; 0 drives the engine, judges and writes."""
+        """This rank; 0 draws the prompts, judges and writes."""
         return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
     @property

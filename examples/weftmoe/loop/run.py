@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,10 +27,10 @@ from weftmoe.data import PromptSampler
 from weftmoe.loop import checkpoint
 from weftmoe.loop.collect import Collected, Collector
 from weftmoe.loop.engines import make_rollout
-from weftmoe.loop.inputs import Inputs, find_inputs
+from weftmoe.loop.inputs import MADE, Inputs, await_file, find_inputs
 from weftmoe.loop.model import join_world, prepare_process
 from weftmoe.loop.prompts import encode_prompts, load_tokenizer, stop_tokens
-from weftmoe.loop.ranks import Ranks
+from weftmoe.loop.ranks import Place, Ranks
 from weftmoe.loop.shape import shape_of
 from weftmoe.loop.step import FixedTokens, Trained, memory, publish_version, train_step
 from weftmoe.loop.stop import CutShort, Pace, StopNotice, run_until
@@ -51,6 +52,7 @@ from weftmoe.telemetry import (
 )
 from weftpub.errors import ConfigError, StateError, WeftpubError
 from weftpub.plan import Shard
+from weftpub.publisher.agreement import as_data, as_error
 
 __all__ = ["RunResult", "run"]
 
@@ -105,7 +107,7 @@ class _Run:
             PhaseProgress(title, settings.steps, enabled=first and settings.telemetry.progress)
         )
         self._inputs = self._make_inputs(first)
-        self._path = checkpoint.latest(settings.out) if settings.checkpoint.resume else None
+        self._path = self._find_checkpoint()
         self._tokenizer = load_tokenizer(self._inputs.model)
         self._shared = self._make_meeting(stack)
         self._rollout = self._start_engine(stack)
@@ -167,7 +169,20 @@ class _Run:
             for note in inputs.notes:
                 self._progress.note(note)
         self._hold_ranks()
-        return inputs if first else find_inputs(self._settings, self._device)
+        if first:
+            return inputs
+        if self._settings.model.path == MADE:
+            await_file(self._settings.out / "model" / "config.json")
+        return find_inputs(self._settings, self._device)
+
+    def _find_checkpoint(self) -> Path | None:
+        """What rank 0 finds, all ranks read: another node may see a new file later, or none."""
+        if not self._settings.checkpoint.resume:
+            return None
+        path: Path | None = self._ranks.broadcast(checkpoint.latest(self._settings.out))
+        if path is not None:
+            await_file(checkpoint.state_path(path))
+        return path
 
     def _hold_ranks(self) -> None:
         """The first meeting of the ranks: those that a launcher started wait here for rank 0's files."""
@@ -176,16 +191,17 @@ class _Run:
             self._ranks.broadcast(None)
 
     def _make_meeting(self, stack: ExitStack) -> str | None:
-        """Where trainer and engine meet to share the experts' memory: a folder of this start alone, mode 0700, short
-        enough for the path of a socket. Memory that an earlier start left to a process of its own is never found.
+        """Where trainer and engine of a node meet to share the experts' memory: a folder of this start alone, mode
+        0700, short enough for the path of a socket. Memory that an earlier start left to a process of its own is never
+        found.
         """
         if self._settings.publish.experts != "shared":
             return None
-        folder = None
-        if self._ranks.first:
+        place, folder = Place.here(self._settings.cluster.nodes), None
+        if place.leads:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="weftmoe-"))
-        found: str = self._ranks.broadcast(folder)
-        return found
+        found: list[str] = self._ranks.gather(folder)
+        return found[place.hosts[place.node].start]
 
     def _start_engine(self, stack: ExitStack) -> Rollout:
         self._progress.stage("starting the engine")
@@ -351,7 +367,12 @@ class _Run:
         return record
 
     def _collect(self, step: int) -> Collected | CutShort | None:
-        """The step's data, None if there is none left, or word that its rollout is not waited for."""
+        """The step's data, None if there is none left, or word that its rollout is not waited for. Other nodes answer
+        what rank 0 asks of their engines.
+
+        Raises:
+            WeftpubError: rank 0's, on all ranks.
+        """
 
         def collect() -> Collected | None:
             published = range(self._began, step)  # a version a step
@@ -359,10 +380,22 @@ class _Run:
                 step, self._rollout, self._timers, self._progress.advance, published=published
             )
 
-        collected = None
+        told: Collected | CutShort | dict[str, Any] | None = None
+        error: BaseException | None = None
         if self._ranks.first:
-            collected = run_until(collect, lambda elapsed: self._pace.enough(self._notice, elapsed))
-        return self._ranks.broadcast(collected)
+            try:
+                told = run_until(collect, lambda elapsed: self._pace.enough(self._notice, elapsed))
+            except BaseException as raised:  # told to the others, then raised below
+                told, error = as_data(raised), raised
+            self._rollout.dismiss()
+        else:
+            self._rollout.attend()
+        told = self._ranks.broadcast(told)
+        if error is not None:
+            raise error
+        if isinstance(told, dict):
+            raise as_error(0, told)
+        return told
 
     def _save_step_before(self, step: int) -> None:
         """End a step in its rollout. The engine is ended first: what it has begun would hold memory, and nobody waits

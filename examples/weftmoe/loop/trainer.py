@@ -33,8 +33,8 @@ from weftmoe.grpo import (
     token_weights,
 )
 from weftmoe.loop.model import build_model, initialize
-from weftmoe.loop.optimizer import optimizer_fields, set_groups, uses_flat_buffers
-from weftmoe.loop.ranks import Ranks
+from weftmoe.loop.optimizer import optimizer_copies, optimizer_fields, set_groups, uses_flat_buffers
+from weftmoe.loop.ranks import Place, Ranks
 from weftmoe.loop.scoring import log_probabilities
 from weftmoe.loop.weights import load_hf
 from weftmoe.schema import Settings
@@ -212,10 +212,12 @@ class MegatronGrpo:
     # Publishing.
 
     def plan(self, descriptions: Many[Any]) -> Any:
-        """The plan from this trainer to engines that describe themselves; collective."""
+        """The plan from this trainer to engines that describe themselves, each on its node; collective."""
         from weftpub_adapters.awex import plan_publish
 
-        return plan_publish(self.model, self.attachment.store, self.hf_config, descriptions)
+        nodes = self._settings.cluster.nodes
+        hosts = Place.here(nodes).hosts if nodes > 1 else None
+        return plan_publish(self.model, self.attachment.store, self.hf_config, descriptions, hosts)
 
     @contextmanager
     def sources(self) -> Iterator[Sources]:
@@ -308,6 +310,7 @@ class MegatronGrpo:
         flat = uses_flat_buffers(settings)
         wrapper = DistributedDataParallelConfig(
             use_distributed_optimizer=flat,
+            num_distributed_optimizer_instances=optimizer_copies(settings),
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=settings.train.overlap_grad_reduce and self.device.type == "cuda",
         )

@@ -96,7 +96,9 @@ class Published:
 
 
 class Rollout(Protocol):
-    """One engine. Trainer ranks other than the first call the same methods; `generate` gives all of them its result."""
+    """The engines of a run, one a node. All trainer ranks call the same methods, but for `generate` and `dismiss`,
+    which are rank 0's, and `attend`, the others'.
+    """
 
     @property
     def description(self) -> str:
@@ -122,7 +124,15 @@ class Rollout(Protocol):
         ...
 
     def generate(self, requests: Sequence[Request]) -> list[Sample]:
-        """Complete all requests, in their order."""
+        """Complete all requests, in their order; other nodes do their shares while they `attend`."""
+        ...
+
+    def attend(self) -> None:
+        """Answer what rank 0 asks of this node's engine, until it dismisses this rank. On all ranks but 0."""
+        ...
+
+    def dismiss(self) -> None:
+        """Let the other nodes go on: nothing more is asked of them in this step. On rank 0."""
         ...
 
     def score(self, sequences: Sequence[tuple[tuple[int, ...], int]]) -> list[tuple[float, ...]]:

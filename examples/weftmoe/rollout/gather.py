@@ -25,7 +25,7 @@ from weftpub.publisher import RankGroup
 from weftpub.publisher.agreement import agree
 from weftpub_kernels import checksum
 
-__all__ = ["Box", "Bucket", "BucketGather", "Whole", "make_buckets"]
+__all__ = ["Box", "Bucket", "BucketGather", "Whole", "make_buckets", "near_shards", "require_equal"]
 
 _ALIGNMENT = 256  # bytes, of a tensor's first one in its bucket: what copies are fastest with
 _LOOK_S = (2e-4, 1e-2)  # between two looks whether an exchange has ended: the first time, and at most
@@ -147,7 +147,7 @@ class BucketGather:
         deliver: Callable[[list[str]], None],
         *,
         delivery: float,
-    ) -> None:
+    ) -> list[int]:
         """Gather and deliver all buckets; every rank calls it. A bucket's memory is let go of before the next is made.
 
         Args:
@@ -159,9 +159,14 @@ class BucketGather:
         Raises:
             PlanError: this rank has not the tensors that the shards said. DeadlineError: a rank did not come, or an
                 exchange did not end. Whatever a rank raises, the others raise too, and nothing more is delivered.
+
+        Returns:
+            checksums of the buckets, where they are verified; else zeros.
         """
-        for number, bucket in enumerate(self._buckets, 1):
+        return [
             self._run_one(f"bucket {number} of {len(self._buckets)}", bucket, sources, pack, deliver, delivery)
+            for number, bucket in enumerate(self._buckets, 1)
+        ]
 
     def _run_one(
         self,
@@ -171,7 +176,7 @@ class BucketGather:
         pack: Callable[[Bucket, torch.Tensor], str],
         deliver: Callable[[list[str]], None],
         delivery: float,
-    ) -> None:
+    ) -> int:
         held: list[torch.Tensor] = []
 
         def fill() -> None:
@@ -182,21 +187,23 @@ class BucketGather:
             found = self._checked(bucket, held[0], sources) if self._verify else 0
             return pack(bucket, held[0]), found
 
-        def conclude(all_ranks: list[tuple[str, int]]) -> None:
+        def conclude(all_ranks: list[tuple[str, int]]) -> int:
             if len({found for _, found in all_ranks}) > 1:
                 sums = {rank: hex(found) for rank, (_, found) in enumerate(all_ranks)}
                 raise PlanError(f"{name}: the ranks have gathered different bytes, checksums {sums}")
             deliver([payload for payload, _ in all_ranks])
+            return all_ranks[0][1]
 
         # Nobody enters an exchange, which waits for all, before all have their parts in place.
         self._agree(f"{name}: own parts", fill, lambda _: None, 0.0, self._seconds)
-        self._agree(f"{name}: exchange and delivery", complete, conclude, delivery, 2 * self._seconds)
+        found: int = self._agree(f"{name}: exchange and delivery", complete, conclude, delivery, 2 * self._seconds)
+        return found
 
     def _agree(
-        self, phase: str, work: Callable[[], Any], conclude: Callable[[list[Any]], None], allowance: float, wait: float
-    ) -> None:
+        self, phase: str, work: Callable[[], Any], conclude: Callable[[list[Any]], Any], allowance: float, wait: float
+    ) -> Any:
         self._group.begin(f"gather-{next(self._rounds)}")
-        agree(self._group, phase, wait, work, conclude, allowance=allowance + wait)
+        return agree(self._group, phase, wait, work, conclude, allowance=allowance + wait)
 
     def _filled(self, bucket: Bucket, sources: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The bucket's memory, with this rank's boxes in place."""
@@ -250,6 +257,22 @@ class BucketGather:
                         "for all; replicas of a tensor have grown apart"
                     )
         return checksum(buffer)
+
+
+def near_shards(shards: Iterable[Shard], ranks: range) -> list[Shard]:
+    """What the ranks of one node hold, in their own numbering: each node gathers for its own engine."""
+    return [replace(shard, rank=shard.rank - ranks.start) for shard in shards if shard.rank in ranks]
+
+
+def require_equal(found: Sequence[Sequence[int]]) -> None:
+    """PlanError if nodes have gathered other bytes, by the checksums that `BucketGather.run` gives each rank."""
+    for rank, checksums in enumerate(found):
+        for number, (here, first) in enumerate(zip(checksums, found[0], strict=True), 1):
+            if here != first:
+                raise PlanError(
+                    f"bucket {number} of {len(checksums)}: rank {rank}'s node has gathered other bytes than rank 0's, "
+                    f"checksums {here:#x} and {first:#x}; replicas of a tensor have grown apart"
+                )
 
 
 def _whole(name: str, shards: Sequence[Shard]) -> Whole:

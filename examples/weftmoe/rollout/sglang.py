@@ -1,9 +1,10 @@
-"""`SglangRollout`: a colocated SGLang engine, driven through `weftpub_adapters.sglang.driver`.
+"""`SglangRollout`: colocated SGLang engines, one a node, driven through `weftpub_adapters.sglang.driver`.
 
-Rank 0 starts it, sends requests and makes the control calls; every rank publishes its own tensors. With weftpub the
-engine starts without weights, and serves nothing before the first publish. The native path (baseline) starts it from
-the checkpoint and uses SGLang's own update from tensors: with several ranks each gathers whole tensors on its GPU
-(`weftmoe.rollout.gather`), where the engine's worker of the same number reads them.
+The first rank of a node starts its engine, sends it requests and makes the control calls, on all nodes at the same time
+(`weftmoe.rollout.fleet`); every rank publishes its own tensors. With weftpub an engine starts without weights, and
+serves nothing before the first publish; no engine serves a version before all hold it. The native path (baseline)
+starts it from the checkpoint and uses SGLang's own update from tensors: with several ranks on a node each gathers whole
+tensors on its GPU (`weftmoe.rollout.gather`), where the engine's worker of the same number reads them.
 """
 
 import json
@@ -18,21 +19,21 @@ from typing import Any
 import torch
 
 from weftmoe.env import role_environment
-from weftmoe.loop.ranks import Ranks
 from weftmoe.rollout.base import PlanFor, Published, Request, Sample, ShardsFor, Span, Tensors, plain_tensors
 from weftmoe.rollout.checks import byte_check
 from weftmoe.rollout.engine import UpdatableEngine, process_environment, serialized_bucket
-from weftmoe.rollout.gather import BucketGather, make_buckets
+from weftmoe.rollout.fleet import Fleet
+from weftmoe.rollout.gather import BucketGather, make_buckets, near_shards
 from weftmoe.rollout.served_config import served_config
 from weftmoe.schema import Settings
 from weftmoe.telemetry.record import ByteCheck
 from weftpub.canonical import ModelFamily, family_of
 from weftpub.channel import Deadlines
-from weftpub.errors import ConfigError, StateError
-from weftpub.publisher import Publisher, RankGroup, SoloGroup, TorchGroup
+from weftpub.errors import StateError
+from weftpub.publisher import Peer, Publisher
 from weftpub.publisher.agreement import agree
 from weftpub_adapters.sglang import quantization_config
-from weftpub_adapters.sglang.driver import ColocatedEngine, DriverDeadlines, free_bytes
+from weftpub_adapters.sglang.driver import ColocatedEngine, DriverDeadlines, TcpAccess, free_bytes
 from weftpub_adapters.sglang.shared_experts import SETTING as SHARED_SETTING
 
 __all__ = ["SglangRollout", "engine_arguments", "engine_directory"]
@@ -65,14 +66,11 @@ class SglangRollout:
         work: Path,
         shared: str | None = None,
     ) -> None:
-        if settings.cluster.nodes > 1 or settings.rollout.engines > 1:
-            raise ConfigError(
-                f"cluster.nodes={settings.cluster.nodes}, rollout.engines={settings.rollout.engines}: this loop starts "
-                "one engine on one machine; set both to 1"
-            )
         self._settings, self._model, self._hf_config = settings, model, hf_config
         self._stops, self._run_id, self._work, self._shared = stops, run_id, work, shared
-        self._ranks = Ranks()
+        self._fleet = Fleet(run_id, settings.rollout.engines, wait=settings.publish.deadline)
+        self._place = self._fleet.place
+        self._name = self._place.named(_ENGINE)
         self._stack = ExitStack()
         self._handle: UpdatableEngine | None = None
         self._engine: ColocatedEngine | None = None
@@ -95,7 +93,8 @@ class SglangRollout:
     def description(self) -> str:
         form = "fp8" if self._settings.variant == "fp8" else "bf16"
         rollout = self._settings.rollout
-        return f"SGLang, tp {rollout.tensor} dp {rollout.data} ep {rollout.expert}, {form} experts"
+        nodes = "" if self._place.nodes == 1 else f"{self._place.nodes} nodes: "
+        return f"{nodes}SGLang, tp {rollout.tensor} dp {rollout.data} ep {rollout.expert}, {form} experts"
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -104,34 +103,46 @@ class SglangRollout:
         return ()
 
     def start(self) -> None:
-        """Start the engine; with weftpub its receivers too. It is at rest, and its memory released, on return."""
+        """Start the engines; with weftpub their receivers too. On return they are at rest, and their memory released."""
         self._work.mkdir(parents=True, exist_ok=True)
-        if self._ranks.first:
-            directory = engine_directory(self._work, self._model, self._settings)
-            arguments = engine_arguments(self._settings, directory, self._shared)
-            with process_environment(role_environment(self._settings, "engine")):
-                self._handle = UpdatableEngine.start(name=_ENGINE, deadlines=self._deadlines(), **arguments)
-            self._stack.callback(self._handle.shutdown)
-        if self._native:
-            self._ranks.broadcast(None)  # the others wait for the engine here, however long it takes
-        else:
+        self._fleet.act("start of the engine", self._start_engine, self._settings.rollout.ready_timeout)
+        if not self._native:
             self._start_publisher()
         self.drain()
         if self._publisher is not None:
             self._descriptions = self._publisher.describe()
         self.release()
 
+    def _start_engine(self) -> None:
+        if self._handle is None:
+            directory = engine_directory(self._work, self._model, self._settings)
+            arguments = engine_arguments(self._settings, directory, self._shared)
+            with process_environment(role_environment(self._settings, "engine")):
+                self._handle = UpdatableEngine.start(name=self._name, deadlines=self._deadlines(), **arguments)
+            self._stack.callback(self._handle.shutdown)
+
     def connect(self, plan_for: PlanFor, shards_for: ShardsFor) -> None:
         """Plan from what the engine said about itself before its memory was released; or say which buckets travel."""
         if self._publisher is not None:
             self._publisher.set_plan(plan_for(self._descriptions))
-        elif self._ranks.world > 1 or self._family.joined:
+        elif self._place.each > 1 or self._family.joined:
             publish = self._settings.publish
-            buckets = make_buckets(shards_for(), most=publish.bucket_mib << 20, family=self._family)
+            near = near_shards(shards_for(), self._place.hosts[self._place.node])
+            buckets = make_buckets(near, most=publish.bucket_mib << 20, family=self._family)
             device = torch.device("cuda", torch.cuda.current_device())
-            self._gather = BucketGather(buckets, self._group(), device, seconds=publish.deadline)
+            group, process_group = self._fleet.near_group()
+            self._gather = BucketGather(buckets, group, device, seconds=publish.deadline, process_group=process_group)
 
     def generate(self, requests: Sequence[Request]) -> list[Sample]:
+        return self._fleet.generate(requests, self._answer, self._settings.rollout.generate_timeout)
+
+    def attend(self) -> None:
+        self._fleet.attend(self._answer)
+
+    def dismiss(self) -> None:
+        self._fleet.dismiss()
+
+    def _answer(self, requests: Sequence[Request]) -> list[Sample]:
         handle = self._required()
         answers = handle.generate(
             [request.tokens for request in requests],
@@ -149,17 +160,16 @@ class SglangRollout:
         return samples
 
     def score(self, sequences: Sequence[tuple[tuple[int, ...], int]]) -> list[tuple[float, ...]]:
-        scored = None
-        if self._ranks.first:
-            handle, seconds = self._required(), self._settings.rollout.generate_timeout
-            sampling = {"max_new_tokens": 1, "temperature": 0.0}
-            # One at a time: other requests in a batch would change the last bits.
-            scored = [
-                handle.generate([tokens], sampling, score_from=[first], seconds=seconds)[0].scores
-                for tokens, first in sequences
-            ]
-        found: list[tuple[float, ...]] = self._ranks.broadcast(scored)
-        return found
+        return self._fleet.score(sequences, self._scores, self._settings.rollout.generate_timeout)
+
+    def _scores(self, sequences: Sequence[tuple[tuple[int, ...], int]]) -> list[tuple[float, ...]]:
+        handle, seconds = self._required(), self._settings.rollout.generate_timeout
+        sampling = {"max_new_tokens": 1, "temperature": 0.0}
+        # One at a time: other requests in a batch would change the last bits.
+        return [
+            handle.generate([tokens], sampling, score_from=[first], seconds=seconds)[0].scores
+            for tokens, first in sequences
+        ]
 
     def drain(self) -> None:
         mode = self._settings.rollout.drain
@@ -173,13 +183,13 @@ class SglangRollout:
                 raise StateError("SGLang's cache cannot be flushed; requests still hold it")
 
         deadlines = self._deadlines()
-        self._first("drain", drained, deadlines.drain + deadlines.flush)
+        self._each("drain", drained, deadlines.drain + deadlines.flush)
 
     def release(self) -> None:
         if self._engine is not None:
             self._engine.release(_TAGS)
         else:
-            self._first("release", lambda handle: handle.release(_TAGS), self._deadlines().release)
+            self._each("release", lambda handle: handle.release(_TAGS), self._deadlines().release)
         self._away = True
 
     def publish(self, version: int, sources: Tensors, checksums: Mapping[str, int] | None) -> Published:
@@ -197,27 +207,27 @@ class SglangRollout:
         if self._engine is not None:
             self._engine.resume()
         elif self._away:
-            self._first("resume", lambda handle: handle.resume(["kv_cache"]), self._deadlines().resume)
+            self._each("resume", lambda handle: handle.resume(["kv_cache"]), self._deadlines().resume)
         self._away = False
 
     def continue_(self) -> None:
         if self._engine is not None:
             self._engine.continue_()
         else:
-            self._first("continue", lambda handle: handle.continue_(), self._deadlines().control)
+            self._each("continue", lambda handle: handle.continue_(), self._deadlines().control)
 
     def close(self) -> None:
         self._stack.close()
 
     def _start_publisher(self) -> None:
-        folder = None
-        peers: Any = None
-        if self._handle is not None:
+        def started(access: TcpAccess | None) -> list[Peer]:
             folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="weftmoe-"))
-            peers = self._handle.start_receivers(self._run_id, folder)
-        peers = self._ranks.broadcast(peers)
+            first = self._place.node * self._settings.rollout.tensor
+            return self._required().start_receivers(self._run_id, folder, first_rank=first, tcp=access)
+
+        peers = self._fleet.peers("start of the receivers", started, self._settings.rollout.ready_timeout)
         publish = self._settings.publish
-        group = self._group()
+        group = self._fleet.group()
         publisher = Publisher(
             self._run_id,
             None,
@@ -231,47 +241,49 @@ class SglangRollout:
         # Smokes share one GPU: what is free there says nothing about this engine's few megabytes.
         measure = _unmeasured if self._settings.smoke.enabled else free_bytes
         self._engine = ColocatedEngine(
-            self._handle, publisher, group=group, deadlines=self._deadlines(), measure=measure
+            self._handle,
+            publisher,
+            group=group,
+            deadlines=self._deadlines(),
+            measure=measure,
+            spread=self._place.nodes > 1,
         )
 
     def _publish_native(self, version: int, sources: Mapping[str, torch.Tensor], began: float) -> Published:
         publish, deadlines = self._settings.publish, self._deadlines()
         bucket, seconds = publish.bucket_mib << 20, publish.deadline
         if self._away:
-            self._first("resume of the weights", lambda handle: handle.resume(["weights"]), deadlines.resume)
-        if self._gather is None:
-            handle = self._required()
-            handle.load_tensors(sources.items(), bucket=bucket, seconds=seconds)
-        else:
-            self._first("begin of the update", lambda handle: handle.begin_update(seconds), seconds)
-            self._gather.run(
-                sources,
-                serialized_bucket,
-                lambda payloads: self._required().load_bucket(payloads, seconds),
-                delivery=seconds,
+            self._each("resume of the weights", lambda handle: handle.resume(["weights"]), deadlines.resume)
+        gather = self._gather
+        if gather is None:  # each node's only rank has whole tensors
+            most = seconds * len(sources)  # of which no message takes longer
+            self._each(
+                "update", lambda handle: handle.load_tensors(sources.items(), bucket=bucket, seconds=seconds), most
             )
-            self._first("end of the update", lambda handle: handle.end_update(seconds), seconds)
-        self._first("weight version", lambda handle: handle.set_weight_version(str(version)), deadlines.control)
+        else:
+            self._each("begin of the update", lambda handle: handle.begin_update(seconds), seconds)
+            group = self._fleet.group()
+            group.begin(f"native-{next(self._rounds)}")
+
+            def gathered() -> None:
+                gather.run(
+                    sources,
+                    serialized_bucket,
+                    lambda payloads: self._required().load_bucket(payloads, seconds),
+                    delivery=seconds,
+                )
+
+            longest = 3 * seconds * len(gather.buckets)
+            agree(group, "update", longest, gathered, lambda _: None, allowance=longest)
+            self._each("end of the update", lambda handle: handle.end_update(seconds), seconds)
+        self._each("weight version", lambda handle: handle.set_weight_version(str(version)), deadlines.control)
         self._version = version
         spent = {"total": (time.perf_counter() - began) * 1e3}
         return Published(version, spent, ByteCheck(method="none"))
 
-    def _first(self, phase: str, action: Callable[[UpdatableEngine], None], seconds: float) -> None:
-        """Have rank 0 act on the engine once all ranks have come: an engine takes memory back on the GPUs of all of
-        them, and they take theirs when it has gone. What becomes of it, all learn.
-
-        Args:
-            phase: for messages.
-            action: what rank 0 does.
-            seconds: that it may take.
-        """
-        group, wait = self._group(), self._settings.publish.deadline
-        group.begin(f"native-{next(self._rounds)}")
-        agree(group, phase, wait, lambda: None, lambda _: action(self._required()), allowance=seconds)
-
-    def _group(self) -> RankGroup:
-        """The trainer's ranks; each caller begins rounds of names of its own."""
-        return SoloGroup() if self._ranks.world == 1 else TorchGroup(run_id=self._run_id)
+    def _each(self, phase: str, action: Callable[[UpdatableEngine], None], seconds: float) -> None:
+        """Have each node's first rank act on its engine, as `Fleet.act`."""
+        self._fleet.act(phase, lambda: action(self._required()), seconds)
 
     def _sampling(self, request: Request) -> dict[str, Any]:
         """Everything is said: the model's generation_config.json must not change the distribution."""
@@ -307,7 +319,7 @@ class SglangRollout:
 
     def _required(self) -> UpdatableEngine:
         if self._handle is None:
-            raise StateError("only rank 0 has the engine, once it is started")
+            raise StateError("only the first rank of a node has its engine, once it is started")
         return self._handle
 
 

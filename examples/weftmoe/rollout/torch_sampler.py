@@ -17,20 +17,23 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from weftmoe.loop.ranks import Ranks
 from weftmoe.rollout.base import PlanFor, Published, Request, Sample, ShardsFor, Span, Tensors, plain_tensors
 from weftmoe.rollout.checks import byte_check
-from weftmoe.rollout.gather import Bucket, BucketGather, make_buckets
+from weftmoe.rollout.fleet import Fleet
+from weftmoe.rollout.gather import Bucket, BucketGather, make_buckets, near_shards, require_equal
 from weftmoe.telemetry.record import ByteCheck
 from weftpub.canonical import family_of
 from weftpub.channel import Deadlines, unix_address
 from weftpub.errors import StateError
-from weftpub.publisher import Peer, Publisher, RankGroup, SoloGroup, TorchGroup
+from weftpub.publisher import Peer, Publisher
+from weftpub.publisher.agreement import agree
+from weftpub_adapters.sglang.driver import TcpAccess
 from weftpub_demo.peer import ReceiverProcess, explain
 
 __all__ = ["SamplerSettings", "TorchRollout"]
@@ -56,6 +59,7 @@ class SamplerSettings:
         staging_bytes: most extra memory of a publish.
         bucket_bytes: of a bucket of the native path.
         shared: folder where trainer and sampler meet to map one memory for the experts; None copies them.
+        nodes: machines, each with a sampler.
     """
 
     model: Path
@@ -74,23 +78,28 @@ class SamplerSettings:
     staging_bytes: int = 64 << 20
     bucket_bytes: int = 64 << 20
     shared: str | None = None
+    nodes: int = 1
 
 
 class TorchRollout:
-    """Implements `weftmoe.rollout.Rollout`. Rank 0 of the trainer has the process; all ranks publish to it."""
+    """Implements `weftmoe.rollout.Rollout`. The first rank of each node has a process; all ranks publish to it."""
 
     def __init__(self, settings: SamplerSettings) -> None:
         self._settings = settings
-        self._ranks = Ranks()
+        self._fleet = Fleet(settings.run_id, settings.nodes, wait=settings.publish_s)
+        self._place = self._fleet.place
+        self._name = self._place.named(_ENGINE)
         self._stack = ExitStack()
         self._peer: ReceiverProcess | None = None
         self._publisher: Publisher | None = None
         self._gather: BucketGather | None = None
         self._released = False
+        self._rounds = count()
 
     @property
     def description(self) -> str:
-        return f"torch sampler over SGLang's real layers, {self._settings.format} experts"
+        nodes = "" if self._place.nodes == 1 else f"{self._place.nodes} nodes: "
+        return f"{nodes}torch sampler over SGLang's real layers, {self._settings.format} experts"
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -110,17 +119,17 @@ class TorchRollout:
         """
         settings = self._settings
         settings.work.mkdir(parents=True, exist_ok=True)
-        if not self._ranks.first:
+        if not self._place.leads:
             return
         command = [
-            *(sys.executable, "-m", "weftmoe.rollout.worker", "--model", str(settings.model), "--name", _ENGINE),
-            *("--format", settings.format, "--temperature", str(settings.temperature)),
+            *(sys.executable, "-m", "weftmoe.rollout.worker", "--model", str(settings.model), "--name", self._name),
+            *("--rank", str(self._place.node), "--format", settings.format, "--temperature", str(settings.temperature)),
             *("--top-p", str(settings.top_p), "--stop", *(str(token) for token in settings.stops)),
             *(() if settings.shared is None else ("--shared", settings.shared)),
         ]
         self._peer = self._stack.enter_context(
             ReceiverProcess(
-                "the torch sampler",
+                f"the torch {self._name}",
                 command,
                 log=settings.work / "sampler.log",
                 environment=_environment(settings.environment),
@@ -131,31 +140,30 @@ class TorchRollout:
 
     def connect(self, plan_for: PlanFor, shards_for: ShardsFor) -> None:
         """Wait for the model, and let it receive."""
-        settings, address = self._settings, None
-        if self._ranks.first:
-            hello = self._ask("hello", settings.ready_s)
-            if hello["planner"]:
-                raise StateError(f"the sampler's process has imported {hello['planner']}; engines get plans as data")
-            if settings.path == "weftpub":
-                folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="weftmoe-"))
-                address = unix_address(folder, "sampler")
-                self._ask("listen", settings.publish_s, run_id=settings.run_id, address=address)
-        address = self._ranks.broadcast(address)
-        group: RankGroup = SoloGroup() if self._ranks.world == 1 else TorchGroup(run_id=settings.run_id)
-        if address is None:
+        settings, fleet = self._settings, self._fleet
+        if settings.path == "native":
+            fleet.act("start of the sampler", self._hello, settings.ready_s)
             config = json.loads((settings.model / "config.json").read_text(encoding="utf-8"))
             family = family_of(config["architectures"][0])
-            buckets = make_buckets(shards_for(), most=settings.bucket_bytes, family=family)
-            device, seconds = torch.device("cpu"), settings.publish_s
-            self._gather = BucketGather(buckets, group, device, seconds=seconds, verify=True)
+            near = near_shards(shards_for(), self._place.hosts[self._place.node])
+            buckets = make_buckets(near, most=settings.bucket_bytes, family=family)
+            group, process_group = fleet.near_group()
+            self._gather = BucketGather(
+                buckets,
+                group,
+                torch.device("cpu"),
+                seconds=settings.publish_s,
+                verify=True,
+                process_group=process_group,
+            )
             return
-        peer = Peer(0, address, _ENGINE)
+        peers = fleet.peers("start of the sampler", self._listen, settings.ready_s + settings.publish_s)
         publisher = Publisher(
             settings.run_id,
             None,
-            [peer],
+            peers,
             commit_path=settings.work / f"committed-{settings.run_id}.json",
-            group=group,
+            group=fleet.group(),
             deadlines=replace(Deadlines.all(settings.publish_s), hello=min(_HELLO_S, settings.publish_s)),
             max_staging_bytes=settings.staging_bytes,
         )
@@ -163,6 +171,15 @@ class TorchRollout:
         publisher.set_plan(plan_for(publisher.describe()))
 
     def generate(self, requests: Sequence[Request]) -> list[Sample]:
+        return self._fleet.generate(requests, self._answer, self._settings.generate_s)
+
+    def attend(self) -> None:
+        self._fleet.attend(self._answer)
+
+    def dismiss(self) -> None:
+        self._fleet.dismiss()
+
+    def _answer(self, requests: Sequence[Request]) -> list[Sample]:
         plain = [[list(request.tokens), request.limit, request.seed] for request in requests]
         answer = self._ask("generate", self._settings.generate_s, requests=plain)
         return [
@@ -171,11 +188,12 @@ class TorchRollout:
         ]
 
     def score(self, sequences: Sequence[tuple[tuple[int, ...], int]]) -> list[tuple[float, ...]]:
-        scored = None
-        if self._ranks.first:
-            plain = [[list(tokens), first] for tokens, first in sequences]
-            scored = self._ask("score", self._settings.generate_s, sequences=plain)["logprobs"]
-        return [tuple(values) for values in self._ranks.broadcast(scored)]
+        return self._fleet.score(sequences, self._scores, self._settings.generate_s)
+
+    def _scores(self, sequences: Sequence[tuple[tuple[int, ...], int]]) -> list[list[float]]:
+        plain = [[list(tokens), first] for tokens, first in sequences]
+        found: list[list[float]] = self._ask("score", self._settings.generate_s, sequences=plain)["logprobs"]
+        return found
 
     def drain(self) -> None:
         """No request is ever in flight here: `generate` returns when all are answered. Stops serving."""
@@ -185,14 +203,13 @@ class TorchRollout:
 
     def release(self) -> None:
         """The sampler's weights lose their memory."""
-        if self._ranks.first:
-            self._ask("release", self._settings.publish_s)
+        self._fleet.act("release", lambda: self._ask("release", self._settings.publish_s), self._settings.publish_s)
         self._released = True
 
     def publish(self, version: int, sources: Tensors, checksums: Mapping[str, int] | None) -> Published:
         began = time.perf_counter()
-        if self._released and self._ranks.first:
-            self._ask("reload", self._settings.publish_s)
+        if self._released:
+            self._fleet.act("reload", lambda: self._ask("reload", self._settings.publish_s), self._settings.publish_s)
         self._released = False
         if self._publisher is None:
             return self._native(version, plain_tensors(sources), began)
@@ -225,7 +242,7 @@ class TorchRollout:
         path = self._settings.work / "bucket.safetensors"
 
         def pack(bucket: Bucket, buffer: torch.Tensor) -> str:
-            if not self._ranks.first:  # whose bytes are compared with rank 0's
+            if not self._place.leads:  # whose bytes are compared with those of its node's first rank
                 return ""
             save_file({name: tensor.clone() for name, tensor in bucket.named(buffer)}, path)
             return str(path)
@@ -237,12 +254,46 @@ class TorchRollout:
 
         from safetensors.torch import save_file
 
-        gather.run(sources, pack, load, delivery=seconds)
-        if self._ranks.first:
+        fleet, group = self._fleet, self._fleet.group()
+        group.begin(f"native-{version}-{next(self._rounds)}")
+        # One version on all nodes, or none: nobody serves before every node has loaded the same bytes.
+        agree(
+            group,
+            "gathering",
+            2 * seconds * len(gather.buckets),
+            lambda: gather.run(sources, pack, load, delivery=seconds),
+            require_equal,
+            allowance=seconds,
+        )
+
+        def commit() -> dict[str, int]:
             path.unlink(missing_ok=True)
             self._ask("commit", seconds, version=version)
-        check = ByteCheck(method="checksum", matched=True, **self._ranks.broadcast(found))
+            return found
+
+        totals = fleet.act("commit", commit, seconds)
+        summed = {name: sum(total[name] for total in totals) for name in found}
+        check = ByteCheck(method="checksum", matched=True, **summed)
         return Published(version, {"total": (time.perf_counter() - began) * 1e3}, check)
+
+    def _hello(self) -> None:
+        hello = self._ask("hello", self._settings.ready_s)
+        if hello["planner"]:
+            raise StateError(f"the sampler's process has imported {hello['planner']}; engines get plans as data")
+
+    def _listen(self, access: TcpAccess | None) -> list[Peer]:
+        """Have this node's sampler listen, to the ranks of this host or to those with keys."""
+        self._hello()
+        keys = None
+        if access is None:
+            folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="weftmoe-"))
+            address = unix_address(folder, "sampler")
+        else:
+            address = f"tcp://{access.host}:0"
+            keys = [access.receivers.public, access.receivers.secret, access.receivers.peers]
+        fields = {"run_id": self._settings.run_id, "address": address, "keys": keys}
+        bound = self._ask("listen", self._settings.publish_s, **fields)["address"]
+        return [Peer(self._place.node, bound, self._name)]
 
     def _ask(self, do: str, seconds: float, **fields: Any) -> dict[str, Any]:
         if self._peer is None:

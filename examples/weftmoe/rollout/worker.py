@@ -39,6 +39,7 @@ class SamplerRank:
         distribution: Distribution,
         stops: list[int],
         shared: str | None = None,
+        rank: int = 0,
     ) -> None:
         from weftpub_adapters.sglang import SGLangEngine, build_model
         from weftpub_adapters.sglang.shared_experts import engine_side, share_experts
@@ -51,7 +52,7 @@ class SamplerRank:
                 done = share_experts(served.model, shared)
             parameters = dict(served.model.named_parameters())
             self._in_place = {name: parameters[name].data for name in done.parameters}
-        self.engine = SGLangEngine(served, name=name)
+        self.engine = SGLangEngine(served, name=name, rank=rank)
         self._side = engine_side(self.engine, served.model)
         self._decoder = decoder_of(self.engine.served)
         self._distribution = distribution
@@ -77,10 +78,13 @@ class SamplerRank:
 
     def listen(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Serve publishers of a run from a thread of its own."""
+        from weftpub.channel import CurveKeys
         from weftpub.receive import Receiver, ReceiverThread
 
         receiver = Receiver(self._side, run_id=request["run_id"])
-        return {"address": self._open.enter_context(ReceiverThread(receiver, request["address"])).address}
+        given = request["keys"]  # over this process's own pipe; None for a Unix socket
+        keys = None if given is None else CurveKeys(given[0], given[1], tuple(given[2]))
+        return {"address": self._open.enter_context(ReceiverThread(receiver, request["address"], keys=keys)).address}
 
     def release(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Give up the memory of all weights but those that the trainer maps, too."""
@@ -173,6 +177,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, required=True)
     parser.add_argument("--top-p", type=float, required=True)
     parser.add_argument("--stop", type=int, nargs="*", default=[], help="tokens that end a completion")
+    parser.add_argument("--rank", type=int, default=0, help="receiver rank among all engines")
     parser.add_argument("--shared", help="folder where experts are shared with the trainer")
     options = parser.parse_args()
     rank = SamplerRank(
@@ -182,6 +187,7 @@ def main() -> None:
         distribution=Distribution(options.temperature, options.top_p),
         stops=options.stop,
         shared=options.shared,
+        rank=options.rank,
     )
     control.serve(rank.handlers())
 
