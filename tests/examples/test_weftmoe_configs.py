@@ -160,8 +160,9 @@ def test_every_file_is_used() -> None:
     assert {path for run in stacks() for path in run} == set(composed.CONFIGS.rglob("*.yaml"))
 
 
-# These say what stays off or what there is, and take no other value; and whose numbers a block holds.
-SAID = {"model.mtp", "model.speculative", "algorithm.name", "length.name"}
+# These say what stays off or what there is, and take no other value; and whose numbers a block holds. `Cluster` itself
+# reads the last one.
+SAID = {"model.mtp", "model.speculative", "algorithm.name", "length.name", "cluster.cpu_ranks"}
 
 
 BLOCKS = {
@@ -265,7 +266,11 @@ def test_overrides_win_and_keep_their_types() -> None:
 def test_other_numbers_of_gpus_move_the_parallel_sizes() -> None:
     four, two_nodes, one = (composed.load("fp8", gpus=4), composed.load("fp8", nodes=2), composed.load("bf16", gpus=1))
     assert (four.train.expert, four.rollout.tensor, four.rollout.data, four.rollout.engines) == (4, 4, 4, 1)
-    assert (two_nodes.train.expert, two_nodes.rollout.tensor, two_nodes.rollout.engines) == (16, 8, 2)
+    assert (two_nodes.train.expert, two_nodes.rollout.tensor, two_nodes.rollout.engines) == (8, 8, 2)
+    budgets = [budget_of(settings) for settings in (two_nodes, composed.load("fp8"))]
+    assert budgets[0].host_bytes == budgets[1].host_bytes, "of one rank: each node has all experts, once"
+    assert budgets[0].peak("train") == budgets[1].peak("train")
+    assert composed.load("fp8", nodes=2, optimizer="adamw").train.expert == 8
     assert (one.train.tensor, one.train.sequence_parallel, one.rollout.data) == (1, False, 1)
     kept = composed.load("bf16", gpus=4, overrides=["train.expert=2"])
     assert kept.train.expert == 2
@@ -299,7 +304,11 @@ def test_a_directory_is_a_model(tmp_path: Path) -> None:
         ("train.tensor=3", "must divide the 8 ranks"),
         ("train.sequence_parallel=false", r"needs train\.sequence_parallel=true"),
         ("train.pipeline=2", r"train\.pipeline=2 is not supported"),
-        ("train.expert=4", r"set train\.expert=8, or use variant 'bf16'"),
+        ("train.expert=4", r"^$"),
+        ("train.expert=3", "must divide the 8 ranks"),
+        ("cluster.nodes=2", r"each node has one, so set it to cluster\.nodes=2.*must be the 16 GPUs"),
+        ("cluster.nodes=2\nrollout.engines=2\ntrain.expert=16", "must divide the 8 ranks of one node"),
+        ("cluster.nodes=2\nrollout.engines=2", r"^$"),
         ("rollout.data=4", r"^$"),
         ("rollout.expert=3", r"must divide rollout\.tensor=8"),
         ("rollout.dp_attention=false", r"needs rollout\.dp_attention"),
@@ -328,7 +337,7 @@ def test_a_directory_is_a_model(tmp_path: Path) -> None:
 )
 def test_what_cannot_work_is_refused_with_what_does(override: str, message: str) -> None:
     if message == "^$":
-        composed.load("fp8", overrides=[override])
+        composed.load("fp8", overrides=override.split("\n"))
         return
     with pytest.raises(ConfigError, match=message):
         composed.load("fp8", overrides=override.split("\n"))
