@@ -88,6 +88,7 @@ class Data(_Block):
     Attributes:
         path: parquet file or folder as published, or the name of a dataset of the `datasets` package.
         split: its split, for a name.
+        epochs: how often each prompt is drawn before the run ends, as after its last step; None leaves that to `steps`.
         max_prompt_tokens: longer prompts are left out, and counted.
         shuffle: draw prompts in an order made from the seed; else as they lie.
         enable_thinking: passed to the chat template.
@@ -95,6 +96,7 @@ class Data(_Block):
 
     path: str
     split: str = "train"
+    epochs: Positive | None = None
     max_prompt_tokens: Positive
     shuffle: bool = True
     enable_thinking: bool = True
@@ -146,6 +148,7 @@ class Sampling(_Block):
     Attributes:
         temperature: the trainer's log-probs are of the same temperature.
         top_p: below 1 biases the ratio: the trainer's log-probs are of the whole distribution.
+        stop: texts that end a completion (SGLang only).
         repeat: draw with the same random numbers at every step: steps on the same prompts (`data.shuffle` false) then
             differ by their weights alone. Needs `train.deterministic`, without which the engine draws its own.
     """
@@ -244,7 +247,7 @@ class Optimizer(_Block):
         muon_*: Megatron's fields of the same names.
         adam_*: betas and epsilon.
         cpu_offload: baseline only: Megatron's own HybridDeviceOptimizer (AdamW) keeps masters and state on the host.
-        exp_avg_dtype, exp_avg_sq_dtype: dtypes of AdamW's moments.
+        exp_avg_dtype, exp_avg_sq_dtype: dtypes of AdamW's moments, where they lie on the host.
         slots, slot_numel: staging slots and elements of the largest matrix they take (None: the model's largest).
     """
 
@@ -319,7 +322,7 @@ class Publish(_Block):
 
     Attributes:
         path: "weftpub", or "native": SGLang's own tensor update in BF16 buckets (baseline).
-        preset: quantizer of the routed experts (fp8).
+        preset: quantizer of the routed experts (fp8), a name of `weftpub_kernels.PRESETS`.
         activation_scales: rule for the scales of activations, the same in trainer and engine (fp8).
         experts: "copy", or "shared": trainer and engine map one allocation for the experts, and a publish copies the
             other weights only (fp8). A start that cannot do that ends with an error.
@@ -352,7 +355,15 @@ class Checkpoint(_Block):
 
 
 class Telemetry(_Block):
-    """What a person watches."""
+    """What a person watches.
+
+    Attributes:
+        progress: bars on a terminal, lines elsewhere.
+        tensorboard, wandb, jsonl: which files or services get the records.
+        wandb_project, name: of Weights & Biases; the name also titles the progress.
+        measure_every: steps from one measurement of log-probs after the update to the next. It is a forward pass over
+            the step's data, a third of what training costs.
+    """
 
     progress: bool = True
     tensorboard: bool = True
@@ -360,6 +371,7 @@ class Telemetry(_Block):
     wandb_project: str = "weftmoe"
     name: str | None = None
     jsonl: bool = True
+    measure_every: Positive = 10
 
 
 class Smoke(_Block):

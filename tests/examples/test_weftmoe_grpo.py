@@ -13,12 +13,16 @@ from weftmoe.grpo import (
     CorrectionSettings,
     DynamicSampling,
     LossSettings,
+    PromptSums,
     Sequence,
+    SequenceSums,
     batch_loss,
     correct,
     deal,
     group_advantages,
+    kl_covariance,
     microbatches,
+    prompt_sums,
     select_groups,
     sequence_sums,
     summarize,
@@ -266,7 +270,7 @@ def test_statistics_by_hand() -> None:
         clipped_low=torch.tensor([True]),
         rejected=torch.tensor([True]),
     )
-    found = summarize([second, first])
+    found = summarize([second, first], 1)
     # d = 0, ln 2, -ln 2
     assert (found.tokens, found.sequences) == (3, 2)
     assert found.difference_mean == pytest.approx(0.0, abs=1e-16)
@@ -287,7 +291,7 @@ def test_replaying_a_batch_gives_the_same_bits(order: int) -> None:
     again = [sequence_sums(index, *random_tokens(index, 50 + 13 * index), loss=random_tokens(7, 50 + 13 * index)[0])
              for index in range(20)]  # fmt: skip
     random.Random(order).shuffle(again)
-    one, other = summarize(sums).plain(), summarize(again).plain()
+    one, other = summarize(sums, 4).plain(), summarize(again, 4).plain()
     assert {name: value.hex() for name, value in one.items() if isinstance(value, float)} == {
         name: value.hex() for name, value in other.items() if isinstance(value, float)
     }
@@ -298,15 +302,15 @@ def test_statistics_are_float64_whatever_comes_in() -> None:
     """Ten thousand equal float32 differences: a float32 sum would be off in the fourth digit."""
     rollout = torch.zeros(10_000)
     trainer = torch.full((10_000,), 0.1)
-    found = summarize([sequence_sums(0, trainer, rollout)])
+    found = summarize([sequence_sums(0, trainer, rollout)], 1)
     assert found.difference_mean == pytest.approx(float(torch.tensor(0.1)), rel=1e-12)
 
 
 def test_a_changed_token_changes_the_statistics() -> None:
     trainer, rollout = random_tokens(0, 100)
-    before = summarize([sequence_sums(0, trainer, rollout)])
+    before = summarize([sequence_sums(0, trainer, rollout)], 1)
     trainer[50] = torch.nextafter(trainer[50], torch.tensor(0.0))
-    assert summarize([sequence_sums(0, trainer, rollout)]).kl != before.kl
+    assert summarize([sequence_sums(0, trainer, rollout)], 1).kl != before.kl
 
 
 def test_kl_estimates_the_true_divergence() -> None:
@@ -314,26 +318,48 @@ def test_kl_estimates_the_true_divergence() -> None:
     rollout_p, trainer_p = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.4, 0.4, 0.2])
     true = float((rollout_p * (rollout_p / trainer_p).log()).sum())
     drawn = torch.multinomial(rollout_p, 200_000, replacement=True, generator=torch.Generator().manual_seed(0))
-    found = summarize([sequence_sums(0, trainer_p.log()[drawn], rollout_p.log()[drawn])])
+    found = summarize([sequence_sums(0, trainer_p.log()[drawn], rollout_p.log()[drawn])], 1)
     assert found.kl == pytest.approx(true, rel=0.05)
     assert found.kl_k1 == pytest.approx(true, rel=0.15)
 
 
-def test_the_error_of_the_kl_is_the_spread_of_repeated_draws() -> None:
-    """Completions of different lengths whose tokens share a shift: tokens are no independent draws, completions are."""
+@pytest.mark.parametrize("shared", [False, True], ids=["completions apart", "completions of a prompt alike"])
+def test_the_error_of_the_kl_is_the_spread_of_repeated_draws(shared: bool) -> None:
+    """Tokens of a completion share a shift: they are no independent draws. Nor are the completions of a prompt, which
+    begin in one context: with completions as draws, the error of a KL of 64 prompts was a third of what it is."""
     draw = torch.Generator().manual_seed(1)
-    found = []
-    for _ in range(300):
+    completions, found, apart = 8, [], []
+    for _ in range(150):
         sums = []
-        for index in range(40):
+        for index in range(16 * completions):
             tokens = 1 + int(torch.randint(6, (1,), generator=draw))
-            shift = 0.1 * torch.randn(1, generator=draw).expand(tokens)
-            sums.append(sequence_sums(index, shift, torch.zeros(tokens)))
-        found.append(summarize(sums))
-    values = torch.tensor([one.kl for one in found])
-    stated = torch.tensor([one.kl_error for one in found]).square().mean().sqrt()
-    assert float(stated) == pytest.approx(float(values.std()), rel=0.1)
-    assert summarize([sequence_sums(0, torch.ones(3), torch.zeros(3))]).kl_error == 0.0
+            if not shared or index % completions == 0:
+                shift = 0.1 * torch.randn(1, generator=draw)
+            sums.append(sequence_sums(index, shift.expand(tokens), torch.zeros(tokens)))
+        found.append(summarize(sums, completions))
+        apart.append(summarize(sums, 1))
+    spread = float(torch.tensor([one.kl for one in found]).std())
+    stated, wrong = (
+        float(torch.tensor([one.kl_error for one in several]).square().mean().sqrt()) for several in (found, apart)
+    )
+    assert stated == pytest.approx(spread, rel=0.15)
+    assert wrong == pytest.approx(spread / (2.5 if shared else 1.0), rel=0.2)
+    assert summarize([sequence_sums(0, torch.ones(3), torch.zeros(3))], 1).kl_error == 0.0
+
+
+def test_a_prompts_completions_are_one_draw_in_the_order_of_the_batch() -> None:
+    sums = [SequenceSums(index, 1 + index, 0.0, 0.0, 0.0, 0.0, float(2**index)) for index in (3, 0, 2, 1, 0)]
+    assert prompt_sums(sums, 2) == (PromptSums(1.0 + 1.0 + 2.0, 1 + 1 + 2), PromptSums(4.0 + 8.0, 3 + 4))
+
+
+def test_the_covariance_of_two_steps_by_hand() -> None:
+    """Means 1 and 2 a token; what prompts add to them is -1/4 and 1/4, and -3/4 and 3/4."""
+    first, second = (PromptSums(0.0, 1), PromptSums(4.0, 3)), (PromptSums(1.0, 2), PromptSums(7.0, 2))
+    assert kl_covariance(first, first) == pytest.approx(2 * (0.25**2 + 0.25**2))
+    assert kl_covariance(first, second) == pytest.approx(2 * (0.25 * 0.75 + 0.25 * 0.75))
+    assert kl_covariance(first[:1], second[:1]) is None
+    with pytest.raises(ConfigError, match="1 prompts in one step and 2 in the other"):
+        kl_covariance(first[:1], second)
 
 
 # The objective of a microbatch.

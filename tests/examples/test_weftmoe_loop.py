@@ -25,11 +25,13 @@ from weftmoe.grpo import (
     SequenceSums,
     group_advantages,
     microbatches,
+    summarize,
 )
 from weftmoe.loop import checkpoint
 from weftmoe.loop import run as run_module
 from weftmoe.loop import trainer as trainer_module
 from weftmoe.loop.collect import Collector
+from weftmoe.loop.memory import DeviceMemory
 from weftmoe.loop.model import config_fields, join_world
 from weftmoe.loop.optimizer import learning_rate, optimizer_fields
 from weftmoe.loop.prompts import EncodedPrompt, stop_tokens
@@ -556,7 +558,7 @@ def test_updates_are_counted_and_not_taken_from_the_settings() -> None:
     chosen = settings("fp8", "muon", "algorithm.prompts=4", "algorithm.completions=3", "algorithm.minibatches=4")
     sequences = [Sequence(n, (1, 2), 1, (-1.0,)) for n in range(9)]
     trainer: Any = Trainer()
-    trained = train_step(chosen, trainer, sequences, 1, Ranks(), measure_after=False)
+    trained = train_step(chosen, trainer, sequences, 1, Ranks(), Timers(), measure_after=False)
     assert trained.updates == len(made) == 3
     assert sorted(index for part in made for index in part) == list(range(9))
 
@@ -576,8 +578,63 @@ def test_a_sequence_counts_once_a_pass_whoever_trained_it() -> None:
             return [mine, mine, other, other]
 
     ranks: Any = Two()
-    found = _over_ranks([sums(0, kl=1.0), sums(1, kl=2.0)], ranks)
+    found = summarize(_over_ranks([sums(0, kl=1.0), sums(1, kl=2.0)], ranks), 1)
     assert (found.sequences, found.tokens, found.kl) == (4, 4, 1.5)
+
+
+def test_passes_that_train_nothing_are_no_training_time() -> None:
+    """Scores before several updates and the measurement after them were timed as training, while the FLOPs of a step
+    did not count them: every tenth step seemed to train a third slower."""
+    timers = Timers()
+
+    class Trainer:
+        def score(self, sequences: Many[Sequence]) -> dict[int, torch.Tensor]:
+            timers.add("inside score", 0.0)
+            assert "train" not in timers._spent
+            return {s.index: torch.zeros(s.trained) for s in sequences}
+
+        def update(self, sequences: Many[Sequence], old: Any, *, lr: float) -> Any:
+            assert "score" in timers._spent
+            return SimpleNamespace(grad_norm=1.0, sums=(SequenceSums(0, 1, 0.0, 0.0, 0.0, 0.0, 0.5),))
+
+        def compare(self, sequences: Many[Sequence]) -> Any:
+            assert "train" in timers._spent
+            return (SequenceSums(0, 1, 0.0, 0.0, 0.0, 0.0, 0.25),)
+
+    chosen = settings("fp8", "muon", "algorithm.prompts=2", "algorithm.completions=2", "algorithm.minibatches=2")
+    sequences = [Sequence(n, (1, 2), 1, (-1.0,)) for n in range(4)]
+    trainer: Any = Trainer()
+    trained = train_step(chosen, trainer, sequences, 1, Ranks(), timers, measure_after=True)
+    assert set(timers.take()) == {"score", "inside score", "train", "measure"}
+    assert trained.after is not None
+    assert (trained.after.kl, trained.before.kl) == (0.25, 0.5)
+    assert [(one.kl, one.tokens) for one in trained.prompts] == [(1.0, 2)], "a prompt's passes are one draw"
+
+
+def test_measurements_after_the_update_come_as_often_as_set() -> None:
+    assert settings().telemetry.measure_every == 1, "a smoke affords them at every step"
+    assert composed.load("fp8").telemetry.measure_every == 10
+
+
+def test_memory_in_use_counts_what_other_processes_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine, contexts and libraries were invisible: torch's allocator of the trainer's rank 0 was all of it."""
+    free = iter((90, 40, 70, 60, 80))
+
+    class Two:
+        """Rank 0's view, where the other rank's GPU holds 55 at most."""
+
+        def gather(self, mine: int) -> list[int]:
+            return [mine, 55]
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 100))
+    ranks: Any = Two()
+    memory = DeviceMemory(torch.device("cuda", 0))
+    memory.look()
+    memory.look()
+    assert memory.take(ranks) == {"device_used": 60}
+    memory.look()
+    assert memory.take(ranks) == {"device_used": 55}, "of this step alone, on whichever GPU"
+    assert DeviceMemory(torch.device("cpu")).take(Ranks()) == {}
 
 
 # Fixed tokens.

@@ -199,7 +199,7 @@ def test_progress_away_from_a_terminal_is_a_line_a_stage_and_a_step(capsys: pyte
     assert started.endswith(" s  starting the engine")
     assert len(lines) == 1
     assert "reward 0.010" in lines[0]
-    assert "served v1" in lines[0]
+    assert "published v1" in lines[0], "it was sampled from the version before"
 
 
 # The report.

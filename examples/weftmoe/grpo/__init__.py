@@ -9,7 +9,15 @@ from weftmoe.grpo.loss import LossSettings, TokenLoss, token_loss
 from weftmoe.grpo.objective import batch_loss, token_weights
 from weftmoe.grpo.packing import Layout, Microbatch, Sequence, deal, microbatches
 from weftmoe.grpo.selection import DynamicSampling, Selection, select_groups
-from weftmoe.grpo.statistics import SequenceSums, StepStatistics, sequence_sums, summarize
+from weftmoe.grpo.statistics import (
+    PromptSums,
+    SequenceSums,
+    StepStatistics,
+    kl_covariance,
+    prompt_sums,
+    sequence_sums,
+    summarize,
+)
 
 __all__ = [
     "Correction",
@@ -19,6 +27,7 @@ __all__ = [
     "Layout",
     "LossSettings",
     "Microbatch",
+    "PromptSums",
     "Selection",
     "Sequence",
     "SequenceSums",
@@ -28,7 +37,9 @@ __all__ = [
     "correct",
     "deal",
     "group_advantages",
+    "kl_covariance",
     "microbatches",
+    "prompt_sums",
     "select_groups",
     "sequence_sums",
     "summarize",

@@ -20,7 +20,7 @@ class CorrectionSettings:
     """How far trainer and rollout may differ.
 
     Attributes:
-        enabled: False gives every token weight one (ratios are still measured and counted).
+        enabled: False gives every token weight one, and no token counts as truncated or rejected.
         cap: largest weight.
         reject_below, reject_above: ratios outside are rejected; the defaults reject nothing.
     """

@@ -8,16 +8,31 @@ knows no order. Replaying an identical batch therefore gives bit-identical stati
 With ``d = logp_trainer - logp_rollout`` of tokens that the rollout sampled, the mean of ``exp(d) - 1 - d`` estimates
 ``KL(rollout || trainer)`` without bias and never below zero (estimator k3 of joschu.net/blog/kl-approx.html), and the
 mean of ``-d`` does so with more noise (k1).
+
+What is drawn are prompts. Completions of one prompt begin with the same tokens in the same context, with the same
+decision of the router: a thousand of them tell little more about those than one. Standard errors and covariances are
+therefore those of a ratio estimator whose draws are prompts, each with the sums over all of its completions (W. G.
+Cochran, Sampling Techniques, 3rd edition, formula 6.13, without the correction for a finite population).
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
 
-__all__ = ["SequenceSums", "StepStatistics", "sequence_sums", "summarize"]
+from weftpub.errors import ConfigError
+
+__all__ = [
+    "PromptSums",
+    "SequenceSums",
+    "StepStatistics",
+    "kl_covariance",
+    "prompt_sums",
+    "sequence_sums",
+    "summarize",
+]
 
 
 @dataclass(frozen=True)
@@ -53,6 +68,19 @@ class SequenceSums:
 
 
 @dataclass(frozen=True)
+class PromptSums:
+    """Sums over the trained tokens of all completions of one prompt, in all passes of a step.
+
+    Attributes:
+        kl: sum of exp(d) - 1 - d.
+        tokens: trained tokens.
+    """
+
+    kl: float
+    tokens: int
+
+
+@dataclass(frozen=True)
 class StepStatistics:
     """Over all trained tokens of a step; means are per token.
 
@@ -60,10 +88,12 @@ class StepStatistics:
         tokens, sequences: how many.
         difference_mean, difference_abs_mean, difference_std, difference_abs_max: of ``d = trainer - rollout``.
         kl: mean of exp(d) - 1 - d, an estimate of KL(rollout || trainer) in nats.
-        kl_error: its standard error, completions being what is drawn; 0 for fewer than two.
+        kl_error: its standard error, prompts being what is drawn; 0 for fewer than two.
         kl_k1: mean of -d.
-        loss: mean token loss.
-        clip_low_fraction, clip_high_fraction, truncated_fraction: shares of tokens.
+        loss: mean token loss, every token alike also where `algorithm.loss` is "sequence".
+        clip_low_fraction, clip_high_fraction: shares of tokens whose ratio left the range on the side to which their
+            advantage pushes, so that clipping cut their gradient off.
+        truncated_fraction: share of tokens whose importance weight was capped.
         truncated_tokens, rejected_tokens: numbers of tokens.
     """
 
@@ -124,9 +154,28 @@ def sequence_sums(
     )
 
 
-def summarize(sums: Iterable[SequenceSums]) -> StepStatistics:
-    """Join the sums of all sequences of a step, in whatever order they arrive."""
+def prompt_sums(sums: Iterable[SequenceSums], completions: int) -> tuple[PromptSums, ...]:
+    """Join the sums of each prompt's completions, in the order of the batch.
+
+    Args:
+        sums: of all sequences of a step, in whatever order; one that was trained in several passes has several.
+        completions: of each prompt; they stand one after the other in the batch.
+    """
+    prompts: dict[int, list[SequenceSums]] = {}
+    for one in sums:
+        prompts.setdefault(one.index // completions, []).append(one)
+    return tuple(
+        PromptSums(math.fsum(one.kl for one in prompts[number]), sum(one.tokens for one in prompts[number]))
+        for number in sorted(prompts)
+    )
+
+
+def summarize(sums: Iterable[SequenceSums], completions: int) -> StepStatistics:
+    """Join the sums of all sequences of a step, in whatever order they arrive; `completions` of each prompt stand one
+    after the other in the batch.
+    """
     ordered = sorted(sums, key=lambda one: one.index)
+    prompts = prompt_sums(ordered, completions)
     tokens = sum(one.tokens for one in ordered)
     divisor = max(tokens, 1)
 
@@ -145,7 +194,7 @@ def summarize(sums: Iterable[SequenceSums]) -> StepStatistics:
         difference_std=math.sqrt(max(0.0, mean("squared") - difference * difference)),
         difference_abs_max=max((one.largest for one in ordered), default=0.0),
         kl=mean("kl"),
-        kl_error=_ratio_error([one.kl for one in ordered], [one.tokens for one in ordered]),
+        kl_error=math.sqrt(kl_covariance(prompts, prompts) or 0.0),
         kl_k1=-difference,
         loss=mean("loss"),
         clip_low_fraction=count("clipped_low") / divisor,
@@ -156,16 +205,37 @@ def summarize(sums: Iterable[SequenceSums]) -> StepStatistics:
     )
 
 
-def _ratio_error(sums: list[float], counts: list[int]) -> float:
-    """Standard error of ``sum(sums) / sum(counts)``, a ratio estimator whose draws are the pairs (W. G. Cochran,
-    Sampling Techniques, 3rd edition, formula 6.13, without the correction for a finite population).
+def kl_covariance(first: Sequence[PromptSums], second: Sequence[PromptSums]) -> float | None:
+    """Covariance of two steps' mean KL a token, both measured with the same prompts; of one step with itself, the
+    variance of its mean. In nats squared.
+
+    Args:
+        first, second: by prompt, in one order.
+
+    Returns:
+        None for fewer than two prompts or no tokens, from which nothing can be estimated.
+
+    Raises:
+        ConfigError: the steps have other numbers of prompts.
     """
-    draws, total = len(sums), sum(counts)
-    if draws < 2 or not total:
-        return 0.0
-    mean = math.fsum(sums) / total
-    squares = math.fsum((s - mean * n) ** 2 for s, n in zip(sums, counts, strict=True))
-    return math.sqrt(draws / (draws - 1) * squares) / total
+    if len(first) != len(second):
+        raise ConfigError(
+            f"{len(first)} prompts in one step and {len(second)} in the other: a covariance is of the same prompts"
+        )
+    here, there = _deviations(first), _deviations(second)
+    if here is None or there is None:
+        return None
+    draws = len(first)
+    return draws / (draws - 1) * math.fsum(a * b for a, b in zip(here, there, strict=True))
+
+
+def _deviations(prompts: Sequence[PromptSums]) -> list[float] | None:
+    """What each prompt adds to the mean over tokens: they sum to zero."""
+    tokens = sum(one.tokens for one in prompts)
+    if len(prompts) < 2 or not tokens:
+        return None
+    mean = math.fsum(one.kl for one in prompts) / tokens
+    return [(one.kl - mean * one.tokens) / tokens for one in prompts]
 
 
 def _host(values: torch.Tensor) -> np.ndarray:

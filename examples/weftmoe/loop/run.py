@@ -28,11 +28,12 @@ from weftmoe.loop import checkpoint
 from weftmoe.loop.collect import Collected, Collector
 from weftmoe.loop.engines import make_rollout
 from weftmoe.loop.inputs import MADE, Inputs, await_file, find_inputs
+from weftmoe.loop.memory import DeviceMemory, allocator_memory
 from weftmoe.loop.model import join_world, prepare_process
 from weftmoe.loop.prompts import encode_prompts, load_tokenizer, stop_tokens
 from weftmoe.loop.ranks import Place, Ranks
 from weftmoe.loop.shape import shape_of
-from weftmoe.loop.step import FixedTokens, Trained, memory, publish_version, train_step
+from weftmoe.loop.step import FixedTokens, Trained, publish_version, train_step
 from weftmoe.loop.stop import CutShort, Pace, StopNotice, run_until
 from weftmoe.loop.trainer import MegatronGrpo, describe_settings
 from weftmoe.reward import Rewarder
@@ -41,6 +42,7 @@ from weftmoe.rundir import note_stop
 from weftmoe.schema import Settings
 from weftmoe.telemetry import (
     Counters,
+    KlByPrompt,
     PhaseProgress,
     RunHeader,
     RunLog,
@@ -57,8 +59,6 @@ from weftpub.publisher.agreement import as_data, as_error
 __all__ = ["RunResult", "run"]
 
 _PACKAGES = ("weftpub", "torch", "triton", "megatron-core", "transformer-engine", "sglang", "awex", "transformers")
-# The pass that measures log-probs after the update costs a third of a training step; a smoke run affords it always.
-_AFTER_EVERY = 10
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,8 @@ class _Run:
     def __init__(self, settings: Settings, device: torch.device, stack: ExitStack, notice: StopNotice) -> None:
         self._settings, self._device, self._ranks = settings, device, Ranks()
         self._notice, self._pace, self._stopping = notice, Pace(), False
-        self._timers = Timers(torch.cuda.synchronize if device.type == "cuda" else lambda: None)
+        self._memory = DeviceMemory(device)
+        self._timers = Timers(torch.cuda.synchronize if device.type == "cuda" else lambda: None, self._memory.look)
         first = _rank_of_launch() == 0
         title = f"weftmoe {settings.variant}" if settings.telemetry.name is None else settings.telemetry.name
         self._progress = stack.enter_context(
@@ -319,6 +320,7 @@ class _Run:
         served = self._state.step
         progress.phase(f"step {step}: rollout", settings.algorithm.prompts * settings.algorithm.completions)
         collected = self._collect(step)
+        self._memory.look()  # the engine is at its largest; only rank 0 times it
         if isinstance(collected, CutShort):
             self._save_step_before(step)
             return None
@@ -328,22 +330,21 @@ class _Run:
         with timers.phase("drain"):
             self._rollout.drain()
             self._rollout.release()
-        away = memory(self._device)
+        away = allocator_memory(self._device)
         with timers.phase("reload"):
             self._trainer.reload()
         parts = settings.algorithm.epochs * settings.algorithm.minibatches
         progress.phase(f"step {step}: training", parts)
-        with timers.phase("train"):
-            after = settings.smoke.enabled or step % _AFTER_EVERY == 0
-            trained = train_step(
-                settings,
-                self._trainer,
-                collected.sequences,
-                step,
-                self._ranks,
-                measure_after=after,
-                advance=progress.advance,
-            )
+        trained = train_step(
+            settings,
+            self._trainer,
+            collected.sequences,
+            step,
+            self._ranks,
+            timers,
+            measure_after=step % settings.telemetry.measure_every == 0,
+            advance=progress.advance,
+        )
         counters = _counters(collected)
         drawn = self._ranks.broadcast(self._sampler.state())
         if settings.optimizer.lr == 0.0 and self._fixed is None:
@@ -357,7 +358,8 @@ class _Run:
         published = publish_version(self._trainer, self._rollout, step, timers)
         digest = None if self._fixed is None else self._fixed.digest(self._rollout)
         timers.add("total", time.perf_counter() - began)
-        record = self._record(step, served, collected, counters, trained, published, away, digest)
+        used = self._memory.take(self._ranks)
+        record = self._record(step, served, collected, counters, trained, published, away, used, digest)
         if self._ranks.first:
             if self._log is not None:
                 self._log.write(record)
@@ -442,6 +444,7 @@ class _Run:
         trained: Trained,
         published: Published,
         away: dict[str, int],
+        used: dict[str, int],
         digest: str | None,
     ) -> StepRecord:
         seconds = self._timers.take()
@@ -449,7 +452,7 @@ class _Run:
         mean = math.fsum(rewards) / len(rewards)
         whole = [len(sequence.tokens) for sequence in collected.sequences]
         flops = training_flops(self._shape, whole) * self._settings.algorithm.epochs
-        now = memory(self._device)
+        now = allocator_memory(self._device) | used
         return StepRecord(
             step=step,
             epoch=collected.epoch,
@@ -466,6 +469,9 @@ class _Run:
             cut=collected.cut / len(lengths),
             before=trained.before.plain(),
             after=None if trained.after is None else trained.after.plain(),
+            by_prompt=KlByPrompt(
+                kl=tuple(one.kl for one in trained.prompts), tokens=tuple(one.tokens for one in trained.prompts)
+            ),
             grad_norm=trained.grad_norm,
             learning_rate=trained.learning_rate,
             groups_kept=collected.kept,

@@ -15,11 +15,10 @@ import struct
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from weftmoe.grpo import Sequence, SequenceSums, StepStatistics, summarize
+from weftmoe.grpo import PromptSums, Sequence, SequenceSums, StepStatistics, prompt_sums, summarize
 from weftmoe.loop.collect import Collected
 from weftmoe.loop.optimizer import learning_rate
 from weftmoe.loop.ranks import Ranks
@@ -37,6 +36,7 @@ class Trained:
 
     Attributes:
         before, after: statistics against the rollout by the weights before and after; `after` None if not measured.
+        prompts: sums of `before` by prompt, in the order of the batch.
         grad_norm: of the last update.
         learning_rate: of the step.
         updates: optimizer updates.
@@ -44,6 +44,7 @@ class Trained:
 
     before: StepStatistics
     after: StepStatistics | None
+    prompts: tuple[PromptSums, ...]
     grad_norm: float
     learning_rate: float
     updates: int
@@ -55,11 +56,13 @@ def train_step(
     sequences: Many[Sequence],
     step: int,
     ranks: Ranks,
+    timers: Timers,
     *,
     measure_after: bool,
     advance: Callable[[int], None] = lambda count: None,
 ) -> Trained:
-    """All updates of a step. The trainer's memory is loaded; collective.
+    """All updates of a step. The trainer's memory is loaded; collective. Phase "train" is the updates alone; passes
+    that train nothing are phases of their own, "score" before the updates and "measure" after them.
 
     With one update a step, the log-probabilities that clipping and correction start from are those of the training
     pass itself. With several, they are scored once before the first, so that all updates share them.
@@ -67,19 +70,28 @@ def train_step(
     algorithm = settings.algorithm
     rate = learning_rate(settings.optimizer, step)
     parts = algorithm.epochs * algorithm.minibatches
-    old = None if parts == 1 else _all_scores(trainer.score(sequences), ranks)
+    old = None
+    if parts > 1:
+        with timers.phase("score"):
+            old = _all_scores(trainer.score(sequences), ranks)
     before: list[tuple[SequenceSums, ...]] = []
     norm = math.nan
-    for epoch in range(algorithm.epochs):
-        for minibatch in _minibatches(
-            sequences, algorithm.minibatches, algorithm.completions, (settings.seed, step, epoch)
-        ):
-            update = trainer.update(minibatch, old, lr=rate)
-            norm = update.grad_norm
-            before.append(update.sums)
-            advance(1)
-    after = _over_ranks([trainer.compare(sequences)], ranks) if measure_after else None
-    return Trained(_over_ranks(before, ranks), after, norm, rate, len(before))
+    with timers.phase("train"):
+        for epoch in range(algorithm.epochs):
+            for minibatch in _minibatches(
+                sequences, algorithm.minibatches, algorithm.completions, (settings.seed, step, epoch)
+            ):
+                update = trainer.update(minibatch, old, lr=rate)
+                norm = update.grad_norm
+                before.append(update.sums)
+                advance(1)
+    after = None
+    if measure_after:
+        with timers.phase("measure"):
+            after = summarize(_over_ranks([trainer.compare(sequences)], ranks), algorithm.completions)
+    sums = _over_ranks(before, ranks)
+    prompts = prompt_sums(sums, algorithm.completions)
+    return Trained(summarize(sums, algorithm.completions), after, prompts, norm, rate, len(before))
 
 
 def publish_version(trainer: MegatronGrpo, rollout: Rollout, version: int, timers: Timers) -> Published:
@@ -140,8 +152,8 @@ def _all_scores(mine: dict[int, torch.Tensor], ranks: Ranks) -> dict[int, torch.
     return found
 
 
-def _over_ranks(passes: Many[Many[SequenceSums]], ranks: Ranks) -> StepStatistics:
-    """Statistics over all ranks and passes. Within a pass tensor-parallel ranks have the same sequences, which count
+def _over_ranks(passes: Many[Many[SequenceSums]], ranks: Ranks) -> list[SequenceSums]:
+    """The sums of all ranks and passes. Within a pass tensor-parallel ranks have the same sequences, which count
     once. A sequence that was trained in several passes counts in each, whichever ranks it was dealt to.
     """
     gathered: list[list[list[SequenceSums]]] = ranks.gather([list(sums) for sums in passes])
@@ -150,17 +162,4 @@ def _over_ranks(passes: Many[Many[SequenceSums]], ranks: Ranks) -> StepStatistic
         for number, sums in enumerate(rank):
             for one in sums:
                 found.setdefault((number, one.index), one)
-    return summarize(found.values())
-
-
-def memory(device: torch.device) -> dict[str, Any]:
-    """Bytes of this process on its device: allocated and reserved now, and the peak since the last call."""
-    if device.type != "cuda":
-        return {}
-    found = {
-        "allocated": torch.cuda.memory_allocated(device),
-        "reserved": torch.cuda.memory_reserved(device),
-        "peak": torch.cuda.max_memory_allocated(device),
-    }
-    torch.cuda.reset_peak_memory_stats(device)
-    return found
+    return list(found.values())

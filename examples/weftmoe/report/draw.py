@@ -49,6 +49,12 @@ def _seconds(name: str) -> Callable[[StepRecord], float | None]:
     return lambda record: record.seconds.get(name)
 
 
+def _idle_passes(record: StepRecord) -> float | None:
+    """Scores before several updates, and the measurement after them; None in a step without either."""
+    found = [record.seconds[name] for name in ("score", "measure") if name in record.seconds]
+    return sum(found) if found else None
+
+
 def _memory(name: str) -> Callable[[StepRecord], float | None]:
     return lambda record: record.memory[name] / 2**30 if name in record.memory else None
 
@@ -107,10 +113,19 @@ PANELS: tuple[Panel, ...] = (
             Curve("rollout", _seconds("rollout")),
             Curve("train", _seconds("train")),
             Curve("weight update", _seconds("publish")),
+            Curve("passes that train nothing", _idle_passes),
         ),
     ),
     Panel("Estimated training speed", "FLOP/s, all ranks", (Curve("train phase", lambda r: r.flops_per_s),)),
-    Panel("GPU memory of rank 0", "GiB", (Curve("peak", _memory("peak")), Curve("offloaded", _memory("offloaded")))),
+    Panel(
+        "GPU memory",
+        "GiB",
+        (
+            Curve("in use on a GPU, all processes, most of all ranks", _memory("device_used")),
+            Curve("trainer's allocator on rank 0, peak", _memory("peak")),
+            Curve("trainer's allocator on rank 0, offloaded", _memory("offloaded")),
+        ),
+    ),
     Panel(
         "Bytes changed by a step",
         "% of published expert bytes",

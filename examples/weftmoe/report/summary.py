@@ -25,6 +25,8 @@ class RunSummary(BaseModel):
         versions_in_order: whether every step published the version after the one that it sampled from.
         bytes_checked: steps whose publish was checked.
         fixed_tokens: how many different results the re-scored fixed tokens had; None where they were not scored.
+        peak_memory: of the trainer's allocator on rank 0, bytes; 0 without a GPU.
+        device_memory: the most in use on any rank's GPU, by all processes there; 0 where it was not read.
         seconds: medians per phase.
     """
 
@@ -54,6 +56,7 @@ class RunSummary(BaseModel):
     trained_tokens: int
     flops_per_s: float | None
     peak_memory: int | None
+    device_memory: int | None = None
     seconds: dict[str, float]
     versions: dict[str, str]
 
@@ -89,6 +92,7 @@ def summarize_run(run: LoggedRun) -> RunSummary:
         trained_tokens=steps[-1].total.trained if steps else 0,
         flops_per_s=_median([record.flops_per_s for record in steps]),
         peak_memory=max((record.memory.get("peak", 0) for record in steps), default=None),
+        device_memory=max((record.memory.get("device_used", 0) for record in steps), default=None),
         seconds=_medians(steps),
         versions=first.versions,
     )
@@ -127,11 +131,18 @@ _LINES: tuple[tuple[str, Callable[[RunSummary], str]], ...] = (
     ("results of fixed tokens", lambda row: "-" if row.fixed_tokens is None else str(row.fixed_tokens)),
     ("s, rollout", _seconds("rollout")),
     ("s, train", _seconds("train")),
+    ("s, scores before updates", _seconds("score")),
+    ("s, measurement after updates", _seconds("measure")),
     ("s, weight update", _seconds("publish")),
     ("s, step", _seconds("total")),
     ("training FLOP/s", lambda row: _number(row.flops_per_s, ".2e")),
-    ("peak GPU memory, GiB", lambda row: "-" if not row.peak_memory else f"{row.peak_memory / 2**30:.2f}"),
+    ("trainer's allocator, peak GiB", lambda row: _gib(row.peak_memory)),
+    ("GPU in use, most GiB", lambda row: _gib(row.device_memory)),
 )
+
+
+def _gib(nbytes: int | None) -> str:
+    return f"{nbytes / 2**30:.2f}" if nbytes else "-"
 
 
 def _number(value: float | None, form: str) -> str:

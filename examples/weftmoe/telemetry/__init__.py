@@ -3,7 +3,7 @@
 from weftmoe.telemetry.flops import FLOPS_SOURCE, ModelShape, training_flops
 from weftmoe.telemetry.log import LOG_NAME, RunLog, read_log
 from weftmoe.telemetry.progress import PhaseProgress
-from weftmoe.telemetry.record import ByteCheck, Counters, RunHeader, StepRecord, TurnLengths, turn_lengths
+from weftmoe.telemetry.record import ByteCheck, Counters, KlByPrompt, RunHeader, StepRecord, TurnLengths, turn_lengths
 from weftmoe.telemetry.sinks import Sinks, open_sinks
 from weftmoe.telemetry.timers import Timers
 
@@ -12,6 +12,7 @@ __all__ = [
     "LOG_NAME",
     "ByteCheck",
     "Counters",
+    "KlByPrompt",
     "ModelShape",
     "PhaseProgress",
     "RunHeader",

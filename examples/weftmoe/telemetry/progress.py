@@ -67,7 +67,7 @@ class PhaseProgress:
         spent = record.seconds
         self.note(
             f"step {record.step:4d}  reward {record.reward:.3f}  kl {record.before['kl']:.2e}  "
-            f"grad {record.grad_norm:.3g}  tokens {record.counters.trained}  served v{record.published_version}  "
+            f"grad {record.grad_norm:.3g}  tokens {record.counters.trained}  published v{record.published_version}  "
             f"rollout {spent.get('rollout', 0.0):.1f} s  train {spent.get('train', 0.0):.1f} s  "
             f"publish {spent.get('publish', 0.0):.1f} s  total {spent.get('total', 0.0):.1f} s"
         )

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["ByteCheck", "Counters", "RunHeader", "StepRecord", "TurnLengths", "turn_lengths"]
+__all__ = ["ByteCheck", "Counters", "KlByPrompt", "RunHeader", "StepRecord", "TurnLengths", "turn_lengths"]
 
 
 class _Plain(BaseModel):
@@ -44,7 +44,13 @@ class RunHeader(_Plain):
 
 
 class Counters(_Plain):
-    """Tokens and completions of a step, or since the run's first step."""
+    """Tokens and completions of a step, or since the run's first step.
+
+    Attributes:
+        prompt, completion, completions: of everything that was sampled.
+        trained: completion tokens of the groups that train: once, however many passes a step makes, and with those that
+            the correction rejects (`before["tokens"]` counts a token in each pass).
+    """
 
     prompt: int = 0
     completion: int = 0
@@ -88,6 +94,18 @@ class ByteCheck(_Plain):
     sha256: str | None = None
 
 
+class KlByPrompt(_Plain):
+    """What a standard error, and the comparison of two steps with the same prompts, are made of.
+
+    Attributes:
+        kl: sums over the trained tokens of each prompt's completions, as in `before["kl"]`, in the order of the batch.
+        tokens: their numbers.
+    """
+
+    kl: tuple[float, ...] = ()
+    tokens: tuple[int, ...] = ()
+
+
 class StepRecord(_Plain):
     """One step.
 
@@ -100,11 +118,15 @@ class StepRecord(_Plain):
         completion_mean, completion_longest: tokens; `cut` is the share that reached the length limit.
         before, after: statistics of trainer against rollout over trained tokens, by the weights before and after the
             update (`weftmoe.grpo.StepStatistics`); `after` only where it is measured.
+        by_prompt: of `before`; empty in a log from before it was kept.
         groups_kept, groups_dropped, rounds: of dynamic sampling.
         verdicts: outcome of judging to its number.
-        seconds: by phase; "total" is the step's wall time.
+        seconds: by phase; "total" is the step's wall time. "train" is the updates alone: scores before the first of
+            several are "score", the pass that gives `after` is "measure".
         flops_per_s: estimated training FLOP/s over the train phase, all ranks together.
-        memory: bytes by name, of the trainer's process on rank 0.
+        memory: bytes by name. "allocated", "reserved", "peak" and "offloaded" are those of torch's allocator in the
+            trainer's process on rank 0; "device_used" is the most in use on any rank's GPU at the end of a phase, by
+            whatever processes are there.
         changed_share: of the published expert bytes; None where nothing measures it.
     """
 
@@ -124,6 +146,7 @@ class StepRecord(_Plain):
     cut: float
     before: dict[str, float]
     after: dict[str, float] | None
+    by_prompt: KlByPrompt = KlByPrompt()
     grad_norm: float
     learning_rate: float
     groups_kept: int
@@ -140,7 +163,7 @@ class StepRecord(_Plain):
 
     def scalars(self) -> Iterator[tuple[str, float]]:
         """Every number under a path such as "before/kl", for sinks that take scalars."""
-        yield from _numbers("", self.model_dump(mode="json", exclude={"kind", "step", "prompt_lengths"}))
+        yield from _numbers("", self.model_dump(mode="json", exclude={"kind", "step", "prompt_lengths", "by_prompt"}))
         for turn in self.prompt_lengths:
             yield f"prompt_lengths/turn_{turn.turn}_mean", turn.mean
             yield f"prompt_lengths/turn_{turn.turn}_longest", float(turn.longest)

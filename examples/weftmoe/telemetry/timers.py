@@ -12,10 +12,13 @@ class Timers:
 
     Args:
         synchronize: called before the clock is read, so that a device's queued work counts where it was asked for.
+        ended: called after each phase that did not raise.
     """
 
-    def __init__(self, synchronize: Callable[[], None] = lambda: None) -> None:
-        self._synchronize = synchronize
+    def __init__(
+        self, synchronize: Callable[[], None] = lambda: None, ended: Callable[[], None] = lambda: None
+    ) -> None:
+        self._synchronize, self._ended = synchronize, ended
         self._spent: dict[str, float] = {}
 
     @contextmanager
@@ -28,6 +31,7 @@ class Timers:
         finally:
             self._synchronize()
             self._spent[name] = self._spent.get(name, 0.0) + time.perf_counter() - began
+        self._ended()
 
     def add(self, name: str, seconds: float) -> None:
         """Count time that something else measured."""
