@@ -775,6 +775,7 @@ def test_a_checkpoint_is_read_before_communicators_and_engine_hold_memory(monkey
     monkeypatch.setattr(run, "_open_telemetry", lambda *_: None)
     monkeypatch.setattr(run_module, "load_tokenizer", lambda model: None)
     monkeypatch.setattr(run_module.checkpoint, "latest", lambda out: Path("step-000007"))
+    monkeypatch.setattr(run_module, "await_file", lambda path: events.append(str(path)))
     read: list[bool] = []
 
     class Trainer:
@@ -788,6 +789,7 @@ def test_a_checkpoint_is_read_before_communicators_and_engine_hold_memory(monkey
     monkeypatch.setattr(run_module, "MegatronGrpo", Trainer)
     with ExitStack() as stack:
         run(settings(), torch.device("cpu"), stack, StopNotice(1.0))
+    assert events.index("step-000007/loop.json") < events.index("_start_engine"), "rank 0 has found it, all see it"
     assert events.index("_start_engine") < events.index("trainer") < events.index("_load") < events.index("_connect")
     assert read == [False], "what the checkpoint brings is not read from the model's directory first"
     monkeypatch.setattr(run_module.checkpoint, "latest", lambda out: None)
