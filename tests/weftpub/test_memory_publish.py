@@ -71,7 +71,9 @@ def build(tmp_path: Path) -> Generator[Any]:
     with ExitStack() as stack:
 
         def make(layers: tuple[int, ...] = (0, 1), protected: bool = False) -> Pair:
-            memory = SharedAllocation.join(tmp_path / "m", "experts", "cpu", shared_catalogue(LAYOUT))
+            memory = SharedAllocation.join(
+                tmp_path / "m", "experts", "cpu", shared_catalogue(LAYOUT), protected=protected
+            )
             stack.callback(memory.leave)
             store = ExpertStore(
                 LAYOUT.layers, LAYOUT.experts, LAYOUT.hidden, LAYOUT.intermediate, allocator=SharedAllocator(memory)
@@ -247,3 +249,38 @@ def test_copies_within_the_shared_memory_are_refused(build: Any) -> None:
     for wrong in ([base, base + 512, 64, 1, 64, 64], [base, base, 16, 4, 32, 64]):
         with pytest.raises(TransportError, match="from which the trainer computes"):
             moving(torch.tensor([wrong], dtype=torch.int64).numpy())
+
+
+def apart(version: int) -> tuple[ExpertStore, dict[str, torch.Tensor]]:
+    """A trainer that shares nothing, with a generation of its own, and what it publishes."""
+    store = ExpertStore(LAYOUT.layers, LAYOUT.experts, LAYOUT.hidden, LAYOUT.intermediate)
+    fill(store, version, make_masters(store, version))
+    return store, {item.name: item.tensor for item in store.canonical()} | {NORM: WORLD.value(NORM, version)}
+
+
+def test_a_protected_engine_refuses_a_trainer_that_shares_nothing(build: Any) -> None:
+    """Its process was ended by the copy of the first expert (SIGSEGV, an illegal access on a GPU): nobody is at fault
+    whom the debug mode was to find."""
+    pair = build(protected=True)
+    pair.memory.begin(0, first=True)  # as an engine fills the memory that it made with what it loaded
+    pair.memory.seal()
+    store, sources = apart(1)
+    with pytest.raises(StateError, match=r"8 parameters lie in protected shared memory .* and no trainer shares it"):
+        pair.publisher.publish(1, sources, store.checksums)
+    assert pair.receiver.state.reason == "no version was published to this engine since it started"
+    assert not pair.memory.writable
+
+
+def test_a_copy_into_protected_memory_never_begins(build: Any) -> None:
+    """A trainer that shared it has gone, and another one comes that does not: its bytes are not to be told from the
+    first one's before they come."""
+    pair = build(protected=True)
+    pair.step(1)
+    pair.publish(1)
+    store, sources = apart(2)
+    with pytest.raises(TransportError, match="copies lead into it, and it is protected here"):
+        pair.publisher.publish(2, sources, store.checksums)
+    assert pair.receiver.state.state is EngineState.TORN
+    pair.step(3)
+    assert pair.publish(3).shared_nbytes == EXPERT_BYTES
+    assert pair.receiver.state.state is EngineState.SERVING

@@ -64,8 +64,8 @@ class SharedAllocation:
         self._servers: list[HandoverServer] = []
         self._end = weakref.finalize(self, _close, pages, header, self._servers, os.getpid())
         self._users = 1  # joins of this process that have not left
-        if protected:
-            pages.protect(Access.READ)
+        self._access = Access.WRITE
+        self._allow(Access.READ)
 
     @classmethod
     def join(
@@ -167,6 +167,11 @@ class SharedAllocation:
         return self._pages.address
 
     @property
+    def writable(self) -> bool:
+        """Whether this process may write to it now. One that may not would be ended by trying."""
+        return self._access is Access.WRITE
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the mapping."""
         return self._pages.nbytes
@@ -264,6 +269,7 @@ class SharedAllocation:
     def _allow(self, access: Access) -> None:
         if self.protected:
             self._pages.protect(access)
+            self._access = access
 
 
 def _close(pages: Pages, header: Header, servers: list[HandoverServer], owner: int) -> None:

@@ -8,6 +8,7 @@ import torch
 from weftpub.errors import ManifestError, StateError
 from weftpub.receive.copies import CopyPlans
 from weftpub.receive.engine import EngineSide
+from weftpub.receive.shared import require_shared_by_a_trainer
 from weftpub.receive.views import BoundPlan, Computing, ReceiveViews
 from weftpub.transport import ReceiveTransport, TransportKind, enqueued, settle, wait_for_devices
 from weftpub.transport.tensors import Known
@@ -30,6 +31,7 @@ class Reception:
     Raises:
         ManifestError: the announced checksums are not those of this plan, or the digest does not fit them.
         PlanError: live parameters are no longer those that the plan was checked against.
+        StateError: they lie in memory that must not be written here.
 
     Attributes:
         dirty: whether a byte of the engine's weights may have been written.
@@ -46,6 +48,7 @@ class Reception:
         self._received = np.zeros(len(plans.table.pieces), dtype=np.bool_)
         self._next: dict[int, int] = {}
         self._views: ReceiveViews = bound.bind(plans, engine.live_tensors())
+        require_shared_by_a_trainer(self._views.live)
         self._processed = False
         self._begun: Computing | None = None
         self._fault: Exception | None = None

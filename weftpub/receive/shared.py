@@ -15,13 +15,39 @@ from typing import Any
 
 import torch
 
+from weftpub.errors import StateError
 from weftpub.memory import SharedAllocation, SharedState
+from weftpub.memory.allocation import joined_allocations
 from weftpub.plan.coincide import SETTINGS_KEY
+from weftpub.plan.views import listing
 from weftpub.receive.engine import EngineSide, Readiness
 from weftpub.wire.description import EngineDescription
 from weftpub.wire.identity import process_identity
 
-__all__ = ["SharedEngineSide"]
+__all__ = ["SharedEngineSide", "require_shared_by_a_trainer"]
+
+
+def require_shared_by_a_trainer(live: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a publish that would copy into protected memory, before its first byte.
+
+    Args:
+        live: parameters that it writes.
+
+    Raises:
+        StateError: parameters lie in memory that this process has mapped for debugging, and no trainer has its bytes
+            there: the publisher would send them, and writing them would end this process.
+    """
+    for memory in joined_allocations():
+        # A trainer's store seals with the digest of its checksums; an engine that fills new memory has none.
+        if not memory.protected or memory.standing().digest:
+            continue
+        inside = sorted(name for name, tensor in live.items() if memory.offset_of(tensor) is not None)
+        if inside:
+            raise StateError(
+                f"{len(inside)} parameters lie in protected shared memory ({listing(inside)}), and no trainer shares "
+                "it: a copy into it would end this process. Let the trainer share it (the same folder on this GPU), or "
+                "start the engine without protected"
+            )
 
 
 class SharedEngineSide:

@@ -107,6 +107,11 @@ class ReceiveViews:
         """Where the parameters are, as of the last bind."""
         return self._flat.known
 
+    @property
+    def live(self) -> Mapping[str, torch.Tensor]:
+        """The parameters that are written."""
+        return self._live
+
     def scatter(self, table: CopyTable, buffers: Sequence[torch.Tensor]) -> None:
         """Copy pieces from buffers into the parameters; asynchronous on CUDA."""
         table.scatter(self._flat, buffers)

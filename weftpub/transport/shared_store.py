@@ -116,7 +116,8 @@ def moving(table: Table) -> Table:
         table: copies by address, one a row, as `weftpub_kernels.SpanCopies` takes them.
 
     Raises:
-        TransportError: a copy leads from one place of a shared allocation to another one of it.
+        TransportError: a copy leads from one place of a shared allocation to another one of it, or into one that this
+            process has mapped so that a write would end it.
     """
     source, target = table[:, _SOURCE], table[:, _TARGET]
     rows_differ = (table[:, _COUNT] > 1) & (table[:, _SOURCE_PITCH] != table[:, _TARGET_PITCH])
@@ -129,6 +130,12 @@ def moving(table: Table) -> Table:
                 f"shared memory {memory.id[:8]}: byte {source[first] - memory.address} would be copied over byte "
                 f"{target[first] - memory.address}, from which the trainer computes; plan again, or give the engine "
                 "memory of its own"
+            )
+        if not memory.writable and len(refused := np.flatnonzero(away & _inside(target, memory))):
+            raise TransportError(
+                f"shared memory {memory.id[:8]}: {len(refused)} copies lead into it, and it is protected here (debug "
+                "mode): what is not written by the trainer that shares it must not be written. Let the trainer share "
+                "it, or start the engine without protected"
             )
     return table if away.all() else table[away]
 
