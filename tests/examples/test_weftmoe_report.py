@@ -1,7 +1,9 @@
 """Records, logs, sinks, and what `weftpub report` makes of them."""
 
 import json
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -180,6 +182,68 @@ def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
     events.Reload()
     assert [(event.step, round(event.value, 6)) for event in events.Scalars("reward")] == [(1, 0.01), (2, 0.02)]
     assert set(events.Tags()["scalars"]) == {name for name, _ in record(1).scalars()}
+
+
+@pytest.mark.parametrize("resumed_from", [2, None], ids=["resumed", "begun anew"])
+def test_a_resumed_run_has_each_step_once_in_tensorboard(tmp_path: Path, resumed_from: int | None) -> None:
+    """A run was killed after step 5 and went on from its checkpoint of step 2: its curve ran back to step 3."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with open_sinks(tmp_path, header()) as sinks:
+        for step in range(1, 6):
+            sinks.write(record(step, reward=0.0))
+    again = 1 if resumed_from is None else resumed_from + 1
+    with open_sinks(tmp_path, header(resumed_from=resumed_from)) as sinks:
+        for step in range(again, 7):
+            sinks.write(record(step, reward=1.0))
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    found = [(event.step, event.value) for event in events.Scalars("reward")]
+    assert found == [(step, float(step >= again)) for step in range(1, 7)]
+
+
+class FakeWandb(ModuleType):
+    """`wandb` as far as it is used, with the names of `wandb.init`'s parameters in 0.29 and 0.31."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.begun: list[dict[str, Any]] = []
+        self.logged: list[tuple[str, int, float]] = []
+
+    def init(
+        self, *, project: str, id: str, resume: str, name: str, dir: str, mode: str, config: Any, allow_val_change: bool
+    ) -> Any:
+        self.begun.append({"id": id, "resume": resume, "name": name, "mode": mode})
+        return SimpleNamespace(
+            log=lambda values, *, step: self.logged.append((id, step, values["reward"])), finish=lambda: None
+        )
+
+
+def test_starts_of_one_run_are_one_run_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every start began a run of its own, and the curves of one run lay in pieces."""
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: fake)
+    for run_id, resumed_from in (("a", None), ("b", 1), ("c", 2), ("d", None)):
+        started = header(run_id=run_id, resumed_from=resumed_from)
+        with open_sinks(tmp_path, started, tensorboard=False, wandb="offline") as sinks:
+            sinks.write(record(1 + (resumed_from or 0)))
+    assert [one["id"] for one in fake.begun] == ["a", "a", "a", "d"], "the last start resumed nothing"
+    assert {one["resume"] for one in fake.begun} == {"allow"}
+    assert [one["name"] for one in fake.begun] == ["fp8-3-a"] * 3 + ["fp8-3-d"]
+    assert fake.logged == [("a", 1, 0.01), ("a", 2, 0.02), ("a", 3, 0.03), ("d", 1, 0.01)]
+
+
+def test_wandb_itself_takes_a_resumed_run(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    for run_id, resumed_from in (("a1", None), ("b1", 1)):
+        started = header(run_id=run_id, resumed_from=resumed_from, settings={"steps": 2 + (resumed_from or 0)})
+        with open_sinks(tmp_path, started, tensorboard=False, wandb="offline") as sinks:
+            sinks.write(record(1 + (resumed_from or 0)))
+    folders = [path.name for path in (tmp_path / "wandb").glob("offline-run-*")]
+    assert len(folders) == 2
+    assert all("-a1" in name and "b1" not in name for name in folders), folders
 
 
 def test_missing_sinks_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

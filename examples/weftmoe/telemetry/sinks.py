@@ -1,4 +1,8 @@
-"""TensorBoard and Weights & Biases, where they are installed; a run needs neither."""
+"""TensorBoard and Weights & Biases, where they are installed; a run needs neither.
+
+A resumed run makes again what was made after its checkpoint. TensorBoard is told to forget those steps. Weights & Biases
+goes on with the run that the first start began, and knows no such thing: it keeps what it was told first of a step.
+"""
 
 import importlib.util
 from collections.abc import Iterator
@@ -12,6 +16,7 @@ from weftpub.errors import ConfigError
 __all__ = ["Sink", "Sinks", "WandbMode", "open_sinks"]
 
 WandbMode = Literal["off", "offline", "online"]
+_WANDB_ID = "weftmoe-run-id"
 
 
 class Sink(Protocol):
@@ -22,12 +27,12 @@ class Sink(Protocol):
 
 
 class _TensorBoard:
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._directory = directory
         with self._named():
-            self._writer = SummaryWriter(str(directory))
+            self._writer = SummaryWriter(str(directory), purge_step=first_step)
 
     def write(self, record: StepRecord) -> None:
         with self._named():
@@ -53,12 +58,16 @@ class _Wandb:
     def __init__(self, directory: Path, header: RunHeader, mode: WandbMode, project: str, name: str | None) -> None:
         import wandb
 
+        identity = _wandb_identity(directory / "wandb" / _WANDB_ID, header)
         self._run = wandb.init(
             project=project,
-            name=f"{header.variant}-{header.seed}-{header.run_id}" if name is None else name,
+            id=identity,
+            resume="allow",
+            name=f"{header.variant}-{header.seed}-{identity}" if name is None else name,
             dir=str(directory),
             mode=mode,
             config=header.settings,
+            allow_val_change=True,  # a resumed run may have more steps
         )
 
     def write(self, record: StepRecord) -> None:
@@ -66,6 +75,17 @@ class _Wandb:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _wandb_identity(path: Path, header: RunHeader) -> str:
+    """Of the first start, kept beside what Weights & Biases writes: where that is set aside, the identity goes along. A
+    start that resumes nothing begins a run of its own.
+    """
+    if header.resumed_from is not None and path.is_file():
+        return path.read_text(encoding="utf-8").strip()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(header.run_id + "\n", encoding="utf-8")
+    return header.run_id
 
 
 class Sinks:
@@ -109,10 +129,10 @@ def open_sinks(
 
     Args:
         directory: the run's; sinks get a folder each in it.
-        header: of this start.
+        header: of this start; steps begin after the one that it resumed from.
         tensorboard: wanted if it is installed; its absence is only noted.
         wandb: "offline" and "online" are explicit wishes.
-        project, name: of Weights & Biases; by default the name is made of variant, seed and run id.
+        project, name: of Weights & Biases; by default the name is made of variant, seed and the first start's run id.
 
     Raises:
         ConfigError: Weights & Biases is asked for and not installed.
@@ -121,7 +141,7 @@ def open_sinks(
     missing: list[str] = []
     if tensorboard:
         if importlib.util.find_spec("tensorboard") is not None:
-            sinks.append(_TensorBoard(directory / "tensorboard"))
+            sinks.append(_TensorBoard(directory / "tensorboard", (header.resumed_from or 0) + 1))
         else:
             missing.append("TensorBoard is not installed: no event files")
     if wandb != "off":
