@@ -1,5 +1,7 @@
 """SGLang's layers on a real GPU: memory that really goes and comes, post-processing that moves nothing, the probe."""
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -52,3 +54,33 @@ def test_publish_through_offload_gives_the_bytes_and_frees_the_memory(engine: SG
     probe = engine.probe_layer(1, torch.randn(4, 256))
     assert torch.isfinite(probe.output).all()
     assert set(probe.sha256) == {f"layers.1.experts.{e}.{p}" for e in range(4, 8) for p in ("fc1", "fc2")}
+
+
+SETTLED = """
+import sys
+import torch
+from torch_memory_saver import torch_memory_saver
+from weftpub_adapters.sglang.plugin.hooks import _SettledSaver
+torch_memory_saver.hook_mode = "torch"
+with torch_memory_saver.region(tag="weights"):
+    weights = torch.ones(1 << 24, device="cuda")
+torch.cuda.synchronize()
+torch.cuda._sleep(1 << 29)  # what the GPU is busy with
+copied = weights.clone()
+saver = _SettledSaver(torch_memory_saver) if sys.argv[1] == "settled" else torch_memory_saver
+saver.pause("weights")
+torch.cuda.synchronize()
+print(int(copied.sum()))
+"""
+
+
+@pytest.mark.parametrize("saver", ["settled", "bare"])
+def test_copies_of_weights_end_before_the_weights_are_unmapped(saver: str) -> None:
+    """The bare saver shows why: SGLang's release copies buffers and unmaps at once (sgl-project/sglang#37932)."""
+    done = subprocess.run(
+        [sys.executable, "-c", SETTLED, saver], capture_output=True, text=True, timeout=120, check=False
+    )
+    if saver == "settled":
+        assert (done.returncode, done.stdout) == (0, f"{1 << 24}\n"), done.stderr
+    else:
+        assert "illegal memory access" in done.stderr

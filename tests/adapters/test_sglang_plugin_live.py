@@ -120,7 +120,7 @@ def test_a_release_refuses_new_receives_before_it_looks_for_old_ones(
     seen: list[bool] = []
     worker = SimpleNamespace(live=engine, await_quiet=lambda: seen.append(engine.resident()))
     monkeypatch.setattr(hooks, "worker_of", lambda scheduler: worker)
-    updater = SimpleNamespace(scheduler=scheduler)
+    updater = SimpleNamespace(scheduler=scheduler, memory_saver_adapter=None)
 
     def release(updater: Any, request: Any) -> str:
         scheduler.weight_updater.offload_tags.update(request.tags)
@@ -171,6 +171,42 @@ def test_what_is_released_or_resumed_already_does_not_end_the_scheduler(
         hooks._resume(resume, updater, ResumeMemoryOccupationReqInput(tags=None))
         assert (paused, away) == ([], set())
     assert engine.weights_intact()
+
+
+@pytest.mark.parametrize("receiver", [True, False], ids=["receiver", "none"])
+def test_memory_is_unmapped_when_the_gpu_is_done_with_it(
+    scheduler: Any, monkeypatch: pytest.MonkeyPatch, receiver: bool
+) -> None:
+    """On an H200 that three engines shared, one ended by an illegal memory access: it copied its weights' buffers, and
+    unmapped the weights before the copies had run."""
+    from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Updater
+
+    calls: list[str] = []
+
+    class Model:
+        def named_buffers(self) -> list[tuple[str, Any]]:
+            calls.append("copy of the buffers")
+            return []
+
+    worker = SimpleNamespace(live=live(scheduler, version=1), await_quiet=lambda: None)
+    monkeypatch.setattr(hooks, "worker_of", lambda scheduler: worker if receiver else None)
+    monkeypatch.setattr("torch.get_device_module", lambda: SimpleNamespace(synchronize=lambda: calls.append("wait")))
+    monkeypatch.setattr("torch.distributed.barrier", lambda group: None)
+    saver = SimpleNamespace(pause=calls.append)
+    updater: Any = SimpleNamespace(
+        scheduler=scheduler,
+        offload_tags=set(),
+        is_fully_idle=lambda ignore_waiting: True,
+        memory_saver_adapter=saver,
+        flush_cache=lambda: None,
+        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=Model())),
+        tp_cpu_group=None,
+        _assert_weight_cache_inactive=lambda what: None,
+    )
+    hooks._release(Updater.release_memory_occupation, updater, ReleaseMemoryOccupationReqInput(tags=None))
+    assert calls[:-1] == ["wait", "kv_cache", "copy of the buffers", "wait", "weights", "wait", "cuda_graph"]
+    assert updater.memory_saver_adapter is saver
 
 
 def test_a_scheduler_that_works_is_not_taken_for_one_at_rest(scheduler: Any) -> None:
@@ -470,7 +506,7 @@ def test_requests_that_wait_for_their_grammar_do_not_keep_a_paused_engine_busy(
     worker = SimpleNamespace(running=True, live=live(scheduler), await_quiet=lambda: None)
     monkeypatch.setattr(hooks, "worker_of", lambda scheduler: worker)
     Timer(0.05, backend.compiling.set_result, (SimpleNamespace(copy=lambda: None),)).start()
-    updater, tags = SimpleNamespace(scheduler=scheduler), SimpleNamespace(tags=["kv_cache"])
+    updater, tags = SimpleNamespace(scheduler=scheduler, memory_saver_adapter=None), SimpleNamespace(tags=["kv_cache"])
     assert hooks._release(lambda updater, request: idle(), updater, tags)
     assert scheduler.waiting_queue == [request, late]
 

@@ -10,7 +10,8 @@ The first two only name the folder in which `receivers.json` says what is asked 
 resume of memory, which take the weights away, and are answered when all workers are done; the flush of the cache, which
 all workers do or none; `continue_generation`, which a worker that may not serve does not obey: its requests wait; and
 the idle turns of a paused scheduler, in which requests that wait for their grammar go on to wait for the scheduler.
-Without a receiver every hook passes through.
+Without a receiver every hook passes through, but for one thing that an engine needs in any case: memory is unmapped
+when the GPU is done with it.
 """
 
 import logging
@@ -18,6 +19,8 @@ import sys
 import time
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from weftpub.errors import StateError
 from weftpub_adapters.sglang.plugin.checks import HOOKED
@@ -100,7 +103,35 @@ def _stop(original: Callable[..., Any], updater: Any, request: Any) -> Any:
     return DestroyWeightsUpdateGroupReqOutput(success=success, message=message)
 
 
+class _SettledSaver:
+    """A memory saver that unmaps nothing while the GPU may still use it.
+
+    torch_memory_saver's `pause` waits for no kernel. SGLang answers requests when their results have been copied, while
+    what a forward pass does afterwards may be under way, and copies the weights' buffers right before it lets go of
+    them: on a busy GPU the engine ended by an illegal memory access (sgl-project/sglang#37932).
+    """
+
+    def __init__(self, saver: Any) -> None:
+        self._saver = saver
+
+    def pause(self, tag: str) -> None:
+        torch.get_device_module().synchronize()
+        self._saver.pause(tag)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._saver, name)
+
+
 def _release(original: Callable[..., Any], updater: Any, request: Any) -> Any:
+    saver = updater.memory_saver_adapter
+    updater.memory_saver_adapter = _SettledSaver(saver)
+    try:
+        return _release_settled(original, updater, request)
+    finally:
+        updater.memory_saver_adapter = saver
+
+
+def _release_settled(original: Callable[..., Any], updater: Any, request: Any) -> Any:
     scheduler = updater.scheduler
     worker = worker_of(scheduler)
     if worker is None:
