@@ -792,6 +792,7 @@ def test_a_checkpoint_is_read_before_communicators_and_engine_hold_memory(monkey
     assert events.index("step-000007/loop.json") < events.index("_start_engine"), "rank 0 has found it, all see it"
     assert events.index("_start_engine") < events.index("trainer") < events.index("_load") < events.index("_connect")
     assert read == [False], "what the checkpoint brings is not read from the model's directory first"
+    assert checkpoint.step_of(Path("checkpoints/step-000007")) == 7
     monkeypatch.setattr(run_module.checkpoint, "latest", lambda out: None)
     with ExitStack() as stack:
         run(settings(), torch.device("cpu"), stack, StopNotice(1.0))

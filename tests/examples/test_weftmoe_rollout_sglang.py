@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from weftmoe import settings as composed
+from weftmoe.loop.engines import make_rollout
 from weftmoe.loop.ranks import Place
 from weftmoe.rollout import Request
 from weftmoe.rollout.engine import _buckets, process_environment
@@ -51,6 +52,39 @@ def test_an_engine_is_told_where_it_meets_the_trainer() -> None:
     assert told.keys() - known_fields() == set()
     assert told["log_level"] == "warning", "a worker that cannot share says why in a warning"
     assert "json_model_override_args" not in engine_arguments(settings("fp8"), Path("model"))
+
+
+def test_a_resumed_engine_draws_other_numbers() -> None:
+    """Started anew with the run's seed at each requeue of a job, it drew the random numbers of step 1 for the step that
+    came next; and the engines of several nodes drew the same ones as each other."""
+
+    def seed(**of: int) -> int:
+        return engine_arguments(settings("fp8"), Path("model"), **of)["random_seed"]
+
+    seeds = [seed(), seed(resumed=20), seed(resumed=40), seed(engine=1), seed(resumed=20, engine=1)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= one < 2**31 for one in seeds)
+    assert seed(resumed=20) == seeds[1], "the same start draws the same"
+    other = engine_arguments(composed.load("fp8", overrides=["seed=7"]), Path("model"))["random_seed"]
+    assert other not in seeds
+
+
+def test_an_engine_is_started_with_where_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+
+    def start(**arguments: Any) -> Any:
+        started.append(arguments["random_seed"])
+        return SimpleNamespace(shutdown=lambda: None)
+
+    monkeypatch.setattr("weftmoe.rollout.sglang.UpdatableEngine", SimpleNamespace(start=start))
+    monkeypatch.setattr("weftmoe.rollout.sglang.engine_directory", lambda work, model, settings: model)
+    chosen = settings("fp8", "8k", f"out={tmp_path}")
+    for resumed in (0, 20):
+        made: Any = make_rollout(chosen, tmp_path, {}, (7,), "run", resumed=resumed)
+        made._start_engine()
+        made.close()
+    assert started == [engine_arguments(chosen, tmp_path, resumed=resumed)["random_seed"] for resumed in (0, 20)]
+    assert len(set(started)) == 2
 
 
 def test_arguments_follow_the_settings() -> None:

@@ -28,7 +28,7 @@ from weftmoe.loop.trainer import MegatronGrpo
 from weftmoe.telemetry.record import Counters
 from weftpub.errors import CheckpointError
 
-__all__ = ["LoopState", "delete_old", "latest", "load", "save", "state_path"]
+__all__ = ["LoopState", "delete_old", "latest", "load", "save", "state_path", "step_of"]
 
 _STATE = "loop.json"
 _TRAINER = "trainer"
@@ -64,6 +64,11 @@ def latest(out: Path) -> Path | None:
 def state_path(path: Path) -> Path:
     """The file that says that a checkpoint is whole."""
     return path / _STATE
+
+
+def step_of(path: Path) -> int:
+    """The step whose state a checkpoint of `latest` has, by its name."""
+    return int(path.name.removeprefix(_PREFIX))
 
 
 def read_state(path: Path) -> LoopState:

@@ -1,7 +1,8 @@
 """The rollout phase: prompts drawn, completions sampled and judged, advantages given; the step's training data.
 
-Only rank 0 runs it. Seeds of completions follow from the run's seed, the step, the round and the place in it, so a
-resumed run draws what an unbroken one would have drawn.
+Only rank 0 runs it. Prompts, and seeds of completions, follow from the run's seed, the step, the round and the place in
+it: a resumed run draws the same prompts as an unbroken one, and the same completions where the engine minds the seeds,
+as the torch sampler always does, and SGLang with `train.deterministic`. Without that, SGLang draws others.
 """
 
 import hashlib

@@ -18,9 +18,11 @@ def make_rollout(
     stops: tuple[int, ...],
     run_id: str,
     shared: str | None = None,
+    *,
+    resumed: int = 0,
 ) -> Rollout:
     """The engines of a run, one a node, not started yet. `shared`: where this node's meets the trainer to map one
-    memory for the experts.
+    memory for the experts. `resumed`: step of the checkpoint that this start goes on from, or 0.
     """
     nodes = settings.rollout.engines
     work, form = settings.out / Place.here(nodes).named("engine"), "fp8" if settings.variant == "fp8" else "bf16"
@@ -50,4 +52,4 @@ def make_rollout(
         )
     from weftmoe.rollout.sglang import SglangRollout
 
-    return SglangRollout(settings, model, hf_config, stops, run_id, work, shared)
+    return SglangRollout(settings, model, hf_config, stops, run_id, work, shared, resumed)

@@ -209,7 +209,10 @@ class _Run:
         run_id = self._ranks.broadcast(f"weftmoe-{uuid.uuid4().hex[:12]}")
         self._run_id: str = run_id
         stops = stop_tokens(self._tokenizer, self._inputs.hf_config, self._inputs.model)
-        rollout = make_rollout(self._settings, self._inputs.model, self._inputs.hf_config, stops, run_id, self._shared)
+        resumed = 0 if self._path is None else checkpoint.step_of(self._path)
+        rollout = make_rollout(
+            self._settings, self._inputs.model, self._inputs.hf_config, stops, run_id, self._shared, resumed=resumed
+        )
         stack.callback(rollout.close)
         rollout.start()
         return rollout

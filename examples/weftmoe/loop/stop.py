@@ -1,7 +1,8 @@
 """A run that is told to end: SIGUSR1 says that its job will be over soon. What was computed is saved.
 
     in the rollout    it goes on while the step can still be trained and saved in the time that is left; else it is cut
-                      short. The trainer holds the step before, which is saved: a resumed run draws the same completions
+                      short. The trainer holds the step before, which is saved: a resumed run begins this one anew,
+                      with the same prompts (and the same completions, if `train.deterministic` is set)
     in the training   the step is finished, saved and published
     between steps     as in the rollout of the next one, which is not begun if there is no time for it
 

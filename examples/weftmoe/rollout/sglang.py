@@ -7,6 +7,7 @@ starts it from the checkpoint and uses SGLang's own update from tensors: with se
 tensors on its GPU (`weftmoe.rollout.gather`), where the engine's worker of the same number reads them.
 """
 
+import hashlib
 import json
 import tempfile
 import time
@@ -54,6 +55,7 @@ class SglangRollout:
         run_id: of this start.
         work: for the commit record and the engine's view of the model.
         shared: folder where trainer and engine meet to map one memory for the experts; None copies them.
+        resumed: step of the checkpoint that this start goes on from, or 0.
     """
 
     def __init__(
@@ -65,9 +67,11 @@ class SglangRollout:
         run_id: str,
         work: Path,
         shared: str | None = None,
+        resumed: int = 0,
     ) -> None:
         self._settings, self._model, self._hf_config = settings, model, hf_config
         self._stops, self._run_id, self._work, self._shared = stops, run_id, work, shared
+        self._resumed = resumed
         self._fleet = Fleet(run_id, settings.rollout.engines, wait=settings.publish.deadline)
         self._place = self._fleet.place
         self._name = self._place.named(_ENGINE)
@@ -116,7 +120,9 @@ class SglangRollout:
     def _start_engine(self) -> None:
         if self._handle is None:
             directory = engine_directory(self._work, self._model, self._settings)
-            arguments = engine_arguments(self._settings, directory, self._shared)
+            arguments = engine_arguments(
+                self._settings, directory, self._shared, resumed=self._resumed, engine=self._place.node
+            )
             with process_environment(role_environment(self._settings, "engine")):
                 self._handle = UpdatableEngine.start(name=self._name, deadlines=self._deadlines(), **arguments)
             self._stack.callback(self._handle.shutdown)
@@ -346,9 +352,17 @@ def engine_directory(work: Path, model: Path, settings: Settings) -> Path:
     return view
 
 
-def engine_arguments(settings: Settings, directory: Path, shared: str | None = None) -> dict[str, Any]:
-    """Arguments of `sglang.Engine`. `shared`: the folder where its workers meet the trainer's ranks, on each GPU for a
-    memory of its own.
+def engine_arguments(
+    settings: Settings, directory: Path, shared: str | None = None, *, resumed: int = 0, engine: int = 0
+) -> dict[str, Any]:
+    """Arguments of `sglang.Engine`.
+
+    Args:
+        settings: the run's.
+        directory: of the model.
+        shared: the folder where its workers meet the trainer's ranks, on each GPU for a memory of its own.
+        resumed: step of the checkpoint that this start goes on from, or 0.
+        engine: its number among the run's.
     """
     rollout, native = settings.rollout, settings.publish.path == "native"
     arguments: dict[str, Any] = {
@@ -368,7 +382,7 @@ def engine_arguments(settings: Settings, directory: Path, shared: str | None = N
         "sampling_backend": "pytorch",
         "sampling_defaults": "openai",
         "grammar_backend": "none",
-        "random_seed": settings.seed,
+        "random_seed": _random_seed(settings.seed, resumed, engine),
         "log_level": "error",
         # Prompts of a step are computed once; their graphs would take a minute to capture.
         "disable_prefill_cuda_graph": True,
@@ -397,6 +411,14 @@ def engine_arguments(settings: Settings, directory: Path, shared: str | None = N
         arguments["json_model_override_args"] = json.dumps({SHARED_SETTING: {"folder": shared}})
         arguments["log_level"] = "warning"  # which says why a worker does not share
     return arguments
+
+
+def _random_seed(*parts: int) -> int:
+    """Where an engine's random numbers begin: a resumed run must not draw those of its first steps again, nor two
+    engines the same ones. 31 bits, as numpy takes no more than 32.
+    """
+    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1
 
 
 def _unmeasured(device: str) -> None:

@@ -1,7 +1,8 @@
 """TensorBoard and Weights & Biases, where they are installed; a run needs neither.
 
-A resumed run makes again what was made after its checkpoint. TensorBoard is told to forget those steps. Weights & Biases
-goes on with the run that the first start began, and knows no such thing: it keeps what it was told first of a step.
+A resumed run makes again what was made after its checkpoint. TensorBoard is told to forget those steps. Weights &
+Biases goes on with the run that the first start began, and knows no such thing: it keeps what it was told first of a
+step.
 """
 
 import importlib.util
