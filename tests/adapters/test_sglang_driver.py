@@ -70,6 +70,7 @@ class FakeEngine:
         self.cached = True  # keys and values that its weights made
         self.publisher = FakePublisher.session  # that its receiver listens to
         self.going: tuple[int, ...] = ()  # other workers, which compute requests
+        self.doing = ""  # what its workers say of their requests
 
     def start_receivers(
         self, run_id: str, directory: Any, *, first_rank: int = 0, version: int | None = None, tcp: Any = None
@@ -97,8 +98,8 @@ class FakeEngine:
         self.deaf -= 1
         rests = self.paused or bool(self.refusal) or self.deaf >= 0
         return (
-            WorkerStanding(0, rests, self.refusal, self.publisher),
-            *(WorkerStanding(rank, False, "", self.publisher) for rank in self.going),
+            WorkerStanding(0, rests, self.refusal, self.publisher, self.doing),
+            *(WorkerStanding(rank, False, "", self.publisher, self.doing) for rank in self.going),
         )
 
     def flush(self) -> bool:
@@ -378,7 +379,11 @@ def test_a_busy_cache_is_waited_for_and_then_named(step: ColocatedEngine, engine
     step.publish(1, {})
     step.continue_()
     engine.busy = 10**6
-    with pytest.raises(DeadlineError, match="could not be flushed"):
+    with pytest.raises(DeadlineError, match="requests still hold it; it is paused"):
+        step.drain()
+    engine.doing, engine.going = "2 waiting for a grammar to be compiled", (1,)
+    words = r"requests still hold it \(requests of rank 0, 1: 2 waiting for a grammar to be compiled\); it is paused"
+    with pytest.raises(DeadlineError, match=words):
         step.drain()
 
 

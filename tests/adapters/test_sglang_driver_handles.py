@@ -3,6 +3,7 @@ holds, restarts and gives up requests.
 """
 
 import asyncio
+import dataclasses
 import json
 import os
 import signal
@@ -172,13 +173,13 @@ def test_workers_that_rest_are_told_apart_from_those_that_refuse(server: Server,
     workers = [
         {"rank": 0, "resting": True, "error": "chunk 3 failed | torn", "publisher": "a" * 32},
         {"rank": 1, "resting": True, "error": "", "publisher": ""},
-        {"rank": 2, "resting": False, "error": "", "publisher": "a" * 32},
+        {"rank": 2, "resting": False, "error": "", "publisher": "a" * 32, "doing": "3 being computed"},
     ]
     server.started = (200, {"success": True, "message": " | ".join([json.dumps(workers)] * 2)})
     assert engine.workers() == (
         WorkerStanding(0, True, "chunk 3 failed | torn", "a" * 32),
         WorkerStanding(1, True, "", ""),
-        WorkerStanding(2, False, "", "a" * 32),
+        WorkerStanding(2, False, "", "a" * 32, "3 being computed"),
     )
     assert server.calls[-1][1]["backend"] == "weftpub-standing"
     for message in ("", "[] | ", "Succeeded to initialize custom process group."):
@@ -238,6 +239,22 @@ def test_a_pause_that_failed_does_not_keep_the_engine_paused(server: Server, eng
     assert [path for path, _ in server.calls] == ["pause_generation", "continue_generation"]
     server.status = 200
     assert engine.generate([[1]], {"max_new_tokens": 2}, seconds=60.0)[0].tokens == (7, 8)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_drain_that_comes_to_its_end_says_what_requests_do(server: Server, told: bool) -> None:
+    """A grammar took minutes to compile. After ten of them a driver heard that answers were still being generated."""
+    workers = [{"rank": 0, "resting": False, "error": "", "doing": "1 waiting for a grammar to be compiled"}]
+    if told:
+        server.started = (200, {"success": True, "message": json.dumps(workers)})
+    server.flushes = False
+    engine = HttpEngine(server.url, deadlines=dataclasses.replace(SOON, drain=0.1))
+    words = r"answers are still being generated; .*, or use mode 'retract'"
+    with pytest.raises(DeadlineError, match=words) as raised:
+        engine.pause("drain")
+    reason = "(requests of rank 0: 1 waiting for a grammar to be compiled)"
+    assert (reason in str(raised.value)) is told
+    engine.shutdown()
 
 
 def test_settings_count_only_from_a_file_of_ones_own(tmp_path: Path) -> None:

@@ -337,6 +337,9 @@ def test_requests_that_wait_for_their_grammar_wait_through_a_publish(world: Worl
         drained = world.pool.submit(world.step.drain, mode)
         if mode in ("retract", "restart"):
             wait_for(lambda: all(one.resting for one in world.engine.workers()), "the engine to be paused")
+        if mode == "retract":
+            words = {"2 waiting for a grammar to be compiled"}
+            wait_for(lambda: {one.doing for one in world.engine.workers()} == words, "both to wait for their grammar")
         if mode == "abort":
             drained.result(60)
     drained.result(60)

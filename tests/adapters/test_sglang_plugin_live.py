@@ -19,6 +19,7 @@ from weftpub_adapters.sglang import build_model
 from weftpub_adapters.sglang.driver import DriverDeadlines, LocalEngine
 from weftpub_adapters.sglang.plugin import hooks, worker
 from weftpub_adapters.sglang.plugin.checks import faults_of, refuse_unfit
+from weftpub_adapters.sglang.plugin.doing import doing_of
 from weftpub_adapters.sglang.plugin.live import LiveEngine
 from weftpub_adapters.sglang.plugin.settings import ReceiverSettings
 from weftpub_adapters.sglang.plugin.worker import WorkerReceiver, _checked, _fitting
@@ -494,10 +495,12 @@ def test_requests_that_wait_for_their_grammar_do_not_keep_a_paused_engine_busy(
 
     hooks._rest(turn, scheduler)
     assert not idle()  # it compiles
+    assert doing_of(scheduler) == "1 waiting for a grammar to be compiled"
     backend.compiling.set_result(SimpleNamespace(copy=lambda: None))
     hooks._rest(turn, scheduler)
     assert idle()
     assert (scheduler.waiting_queue, grammars.grammar_queue) == ([request], [])
+    assert doing_of(scheduler) == "1 waiting for their turn"
     assert request.grammar is not backend.compiling
     # One more comes between the flush and the release, and compiles while the release waits.
     late = Req("b", "", [1], SamplingParams(json_schema="{}"), vocab_size=10)

@@ -14,9 +14,17 @@ from typing import Any
 from pydantic import ValidationError
 
 from weftpub.channel import Deadlines
-from weftpub.errors import ChannelError, ConfigError, WeftpubError
+from weftpub.errors import ChannelError, ConfigError, DeadlineError, WeftpubError
 from weftpub.publisher import CurveKeys, Observer, Peer
-from weftpub_adapters.sglang.driver.handle import MODES, Completion, DriverDeadlines, Mode, TcpAccess, WorkerStanding
+from weftpub_adapters.sglang.driver.handle import (
+    MODES,
+    Completion,
+    DriverDeadlines,
+    Mode,
+    TcpAccess,
+    WorkerStanding,
+    work_of,
+)
 from weftpub_adapters.sglang.driver.loop import LoopThread
 from weftpub_adapters.sglang.driver.requests import Ask, RequestDesk
 from weftpub_adapters.sglang.plugin.settings import BACKEND, STANDING, ReceiverSettings, TcpSettings
@@ -121,8 +129,7 @@ class BaseEngine(ABC):
         told = False
         try:
             if mode == "drain":
-                cause = "answers are still being generated; give drain more seconds, or use mode 'retract'"
-                self._call(self._drained(), "drain", self._deadlines.drain, cause)
+                self._drain()
             told = True
             if mode == "abort":
                 self._call(self._desk.give_up(), "abort", self._deadlines.control)
@@ -149,7 +156,11 @@ class BaseEngine(ABC):
             raise ChannelError(f"{self.where}: does not say whether it computes requests: {message}")
         found = {
             int(one["rank"]): WorkerStanding(
-                int(one["rank"]), bool(one["resting"]), str(one["error"]), str(one.get("publisher", ""))
+                int(one["rank"]),
+                bool(one["resting"]),
+                str(one["error"]),
+                str(one.get("publisher", "")),
+                str(one.get("doing", "")),
             )
             for one in self._entries(message)
         }
@@ -178,6 +189,17 @@ class BaseEngine(ABC):
     def server_info(self) -> Mapping[str, Any]:
         """See `EngineHandle`."""
         return self._call(self._info(), "server info", self._deadlines.control)
+
+    def _drain(self) -> None:
+        """Wait for all requests to end; DeadlineError says what they do instead."""
+        cause = "answers are still being generated; give drain more seconds, or use mode 'retract'"
+        try:
+            self._call(self._drained(), "drain", self._deadlines.drain, cause)
+        except DeadlineError as error:
+            doing = work_of(self)
+            if not doing:
+                raise
+            raise DeadlineError(f"{error} ({doing})") from None
 
     def _call[T](self, work: Coroutine[Any, Any, T], phase: str, seconds: float, cause: str = "") -> T:
         return self._loop.call(

@@ -33,7 +33,7 @@ from weftpub.publisher import FailurePolicy, Publisher, PublishReport, RankGroup
 from weftpub.publisher.agreement import agree
 from weftpub.publisher.report import PhaseClock
 from weftpub.wire.messages import StatusReport
-from weftpub_adapters.sglang.driver.handle import DriverDeadlines, EngineHandle, Mode
+from weftpub_adapters.sglang.driver.handle import DriverDeadlines, EngineHandle, Mode, work_of
 from weftpub_adapters.sglang.driver.member import EnginePhase, EngineStanding, Member, parameter_bytes, refuse
 from weftpub_adapters.sglang.driver.memory import MemoryTags, TagState, free_bytes, wait_for_free
 
@@ -123,7 +123,7 @@ class ColocatedEngine:
             self._require_present()
             d = self._deadlines
             idle = self._together(
-                "drain", d.drain + d.flush + 3 * d.control, lambda member: self._drain_one(member, mode)
+                "drain", d.drain + d.flush + 4 * d.control, lambda member: self._drain_one(member, mode)
             )
             self._publisher.pause()
             # What has not served all the while may have been released or brought back by another driver.
@@ -272,9 +272,10 @@ class ColocatedEngine:
         until = time.monotonic() + self._deadlines.flush
         while not member.handle.flush():
             if time.monotonic() >= until:
+                doing = work_of(member.handle)
                 raise DeadlineError(
                     f"engine {member.name}: its cache could not be flushed within {self._deadlines.flush:g} s, "
-                    "requests still hold it; it is paused, continue_ lets it go on"
+                    f"requests still hold it{f' ({doing})' if doing else ''}; it is paused, continue_ lets it go on"
                 )
             time.sleep(_FLUSH_AGAIN_S)
         member.flushed = True

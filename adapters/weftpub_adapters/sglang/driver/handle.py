@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from weftpub.errors import ConfigError
+from weftpub.errors import ConfigError, WeftpubError
 from weftpub.publisher import CurveKeys, Peer
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "TcpAccess",
     "VersionSpan",
     "WorkerStanding",
+    "work_of",
 ]
 
 Mode = Literal["drain", "retract", "restart", "abort"]
@@ -99,12 +100,29 @@ class WorkerStanding:
         resting: whether it computes no requests now.
         why_not: why it would not compute them if it was told to; "" if it would.
         publisher: session of the publisher that its receiver listens to; "" while none has come in.
+        doing: how many requests it computes, or keeps waiting for what; "" if it has none.
     """
 
     rank: int
     resting: bool
     why_not: str
     publisher: str
+    doing: str = ""
+
+
+def work_of(handle: "EngineHandle") -> str:
+    """What an engine's workers say of their requests, for the message of a wait that has ended in vain; "" if they say
+    nothing.
+    """
+    try:
+        workers = handle.workers()
+    except WeftpubError:  # no receivers, or no answer: the message must do without
+        return ""
+    ranks: dict[str, list[int]] = {}
+    for worker in workers:
+        if worker.doing:
+            ranks.setdefault(worker.doing, []).append(worker.rank)
+    return "; ".join(f"requests of rank {', '.join(map(str, of))}: {doing}" for doing, of in ranks.items())
 
 
 @dataclass(frozen=True)

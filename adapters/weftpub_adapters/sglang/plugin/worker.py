@@ -20,6 +20,7 @@ from weftpub.plan.types import digest_of
 from weftpub.receive import Receiver, serve
 from weftpub.version import EngineState
 from weftpub_adapters.sglang.plugin.checks import apart, refuse_unfit
+from weftpub_adapters.sglang.plugin.doing import doing_of
 from weftpub_adapters.sglang.plugin.live import LiveEngine
 from weftpub_adapters.sglang.plugin.settings import ReceiverSettings
 from weftpub_adapters.sglang.shared_experts import engine_side
@@ -181,8 +182,8 @@ def standing_together(scheduler: Any) -> tuple[bool, str]:
     """Which workers rest, and why they would not go on; called like `start_together`.
 
     Returns:
-        whether there are receivers, and a JSON list of rank, `resting`, the reason as `error`, and the session of the
-        `publisher` that each listens to.
+        whether there are receivers, and a JSON list of rank, `resting`, the reason as `error`, the session of the
+        `publisher` that each listens to, and what it is `doing` with requests.
     """
     worker = worker_of(scheduler)
     if worker is None:  # on all ranks
@@ -193,6 +194,7 @@ def standing_together(scheduler: Any) -> tuple[bool, str]:
         "resting": readiness.resting,
         "error": readiness.why_not,
         "publisher": worker.receiver.session,
+        "doing": doing_of(scheduler),
     }
     return True, json.dumps(_gather(scheduler, own))
 
