@@ -2,7 +2,8 @@
 
 SIGUSR1 says that the job will be over soon. Torchrun would end its ranks for it; here they are told, by the same
 signal, and have the time to save. Torchrun reports whether all went well, and no more: ranks that stopped before the
-last step leave a note in the run's directory, and this process ends with the code that has the job queued again.
+last step leave a note in the run's directory, and this process ends with the code that has the job queued again. So it
+does, with a code of its own, where a rank was killed or lost its engine or a peer (`weftmoe.endings`).
 
 The signal is blocked in this process and in everything that it starts, from the first moment on: it waits for a rank
 that still loads its modules, and cannot end anybody who does not know it.
@@ -20,8 +21,9 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
+from weftmoe.endings import lost
 from weftmoe.loop.stop import NOTICE
-from weftmoe.rundir import EXIT_AGAIN, stopped_path
+from weftmoe.rundir import EXIT_AGAIN, EXIT_LOST, stopped_path
 
 __all__ = ["main"]
 
@@ -40,6 +42,7 @@ def main(arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
+    out = Path(arguments[-1]).parent
     try:
         with tempfile.TemporaryDirectory(prefix="weftmoe-ranks-") as logs:
             torchrun([f"--log-dir={logs}", *arguments])
@@ -47,11 +50,14 @@ def main(arguments: list[str]) -> int:
         rank, failure = error.get_first_failure()
         how = f"with exit code {failure.exitcode}" if failure.exitcode > 0 else f"by {failure.signal_name()}"
         print(f"weftmoe: rank {rank} was the first to end, {how}; what it said stands above", file=sys.stderr)
-        return 1
+        if not lost(failure.exitcode, out):
+            return 1
+        print("weftmoe: nothing that was set is to blame: started again, the run goes on", file=sys.stderr)
+        return EXIT_LOST
     except SignalException as error:
         print(f"weftmoe: ended by {error.sigval.name}, with all ranks", file=sys.stderr)
         return 128 + error.sigval
-    return EXIT_AGAIN if stopped_path(Path(arguments[-1]).parent).exists() else 0
+    return EXIT_AGAIN if stopped_path(out).exists() else 0
 
 
 def _pass_on() -> None:

@@ -19,7 +19,8 @@ from weftmoe import settings as composed
 from weftmoe.data.prompts import MADE, names_a_path
 from weftmoe.env import ROLES, changed, role_environment
 from weftmoe.loop.stop import NOTICE
-from weftmoe.rundir import claim, settings_path
+from weftmoe.reward.math import load_verifier
+from weftmoe.rundir import changes_of_this_start, claim, settings_path
 from weftmoe.schema import Settings
 from weftpub.errors import ConfigError, WeftpubError
 
@@ -31,7 +32,7 @@ def launch(
     overrides: Annotated[list[str] | None, typer.Argument(help="Settings as block.key=value.")] = None,
     model: Annotated[str | None, typer.Option(help="Hugging Face directory, or the name of a configuration.")] = None,
     data: Annotated[str | None, typer.Option(help="DAPO-Math-17k parquet, or the name of a dataset.")] = None,
-    length: Annotated[str, typer.Option(help="8k or 16k.")] = "8k",
+    length: Annotated[str | None, typer.Option(help="8k (the default) or 16k.")] = None,
     optimizer: Annotated[str, typer.Option(help="muon or adamw.")] = "muon",
     nodes: Annotated[int | None, typer.Option(help="Machines.", min=1)] = None,
     gpus: Annotated[int | None, typer.Option(help="GPUs of each machine.", min=0)] = None,
@@ -78,11 +79,14 @@ def launch(
         return
     require_driven(settings)
     _check_data(settings)
+    _check_packages(settings)
     if settings.publish.experts == "shared":
         _check_sharing(settings)
     if not settings.smoke.enabled:
         _check_host(settings, ignore=ignore_plan)
     claim(settings, node_rank)
+    for words in changes_of_this_start(settings.out):
+        print(f"weftmoe: resumed with another setting, {words}", flush=True)
     _become(command, environment)
 
 
@@ -91,7 +95,7 @@ def resolve(
     *,
     model: str | None = None,
     data: str | None = None,
-    length: str = "8k",
+    length: str | None = None,
     optimizer: str = "muon",
     nodes: int | None = None,
     gpus: int | None = None,
@@ -104,15 +108,19 @@ def resolve(
     """Settings of a command line: options first, overrides last.
 
     Raises:
-        ConfigError: as `weftmoe.settings.load`; or a checkpoint with --smoke, which makes its own.
+        ConfigError: as `weftmoe.settings.load`; or a checkpoint or a length with --smoke, which has its own.
     """
-    if smoke and model is not None and Path(model).is_dir():
+    if smoke and length is not None:
+        raise ConfigError(
+            f"--smoke has token limits of its own: leave --length {length} out, or set length.total, length.context "
+            "and length.microbatch_tokens"
+        )
+    if smoke and model is not None and Path(model).expanduser().is_dir():
         raise ConfigError(
             f"--smoke makes a model of its own, of the family of a configuration: give --model one of "
             f"{', '.join(composed.MODELS)}, or train {model} without --smoke"
         )
-    options = {"data.path": data, "steps": steps, "seed": seed, "out": out}
-    given = [f"{key}={value}" for key, value in options.items() if value is not None]
+    options = {"data.path": data, "steps": steps, "seed": seed, "out": None if out is None else str(out)}
     place = None
     if smoke:
         place = "cpu" if gpus == 0 or (gpus is None and not _has_gpu()) else "gpu"
@@ -120,12 +128,13 @@ def resolve(
     return composed.load(
         variant,
         **named,
-        length=length,
+        length="8k" if length is None else length,
         optimizer=optimizer,
         smoke=place,
         nodes=nodes,
         gpus=gpus,
-        overrides=[*given, *overrides],
+        options={key: value for key, value in options.items() if value is not None},
+        overrides=overrides,
     )
 
 
@@ -184,12 +193,12 @@ def main() -> None:
 
 
 def _check_plan(settings: Settings, gpu_memory: float, *, ignore: bool) -> None:
-    from weftmoe.needs import budget_of
+    from weftmoe.needs import TYPED, budget_of
     from weftpub.budget import GIB
     from weftpub.budget.tables import verdicts
 
     budget = budget_of(settings, gpu_memory)
-    (verdict,) = verdicts([budget])
+    (verdict,) = verdicts([budget], TYPED)
     if not budget.fits and not ignore:
         raise ConfigError(f"{verdict}. --ignore-plan starts it all the same")
     needed = budget.host_bytes * settings.cluster.ranks / GIB
@@ -246,6 +255,25 @@ def _check_data(settings: Settings) -> None:
             f"data.path={path}: no file, and loading it by name needs the datasets package; install datasets, or give "
             "the file with --data"
         )
+
+
+def _check_packages(settings: Settings) -> None:
+    """Refuse now what rank 0 would miss later: the verifier after the first rollout, the others after the engine's
+    start.
+    """
+    if settings.telemetry.wandb != "off" and find_spec("wandb") is None:
+        raise ConfigError(
+            f"telemetry.wandb={settings.telemetry.wandb!r}, but wandb is not installed; install wandb==0.29.0, or set "
+            "telemetry.wandb=off"
+        )
+    if settings.reward.verifier == "math":
+        load_verifier()
+    if settings.data.path != MADE and _is_parquet(Path(settings.data.path)) and find_spec("pyarrow") is None:
+        raise ConfigError(f"data.path={settings.data.path}: reading parquet files needs pyarrow; install pyarrow")
+
+
+def _is_parquet(path: Path) -> bool:
+    return path.suffix == ".parquet" or path.is_dir()
 
 
 def _has_gpu() -> bool:

@@ -1,17 +1,26 @@
 """What the settings of a run need, counted by `weftpub.budget`; `python -m weftmoe.needs` writes the README's table."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from weftmoe import settings as composed
 from weftmoe.schema import Settings
 from weftpub.budget import Budget, Engine, Limits, ModelShape, Request, Trainer, load_shape, make_budget
+from weftpub.budget.budget import Change
 from weftpub.budget.tables import markdown_rows
 
-__all__ = ["TABLE_END", "TABLE_START", "budget_of", "memory_table", "model_shape", "updated"]
+__all__ = ["TABLE_END", "TABLE_START", "TYPED", "budget_of", "memory_table", "model_shape", "updated"]
 
 TABLE_START, TABLE_END = "<!-- memory table: python -m weftmoe.needs -->", "<!-- end of memory table -->"
+# What run.sh is told for a change that makes a run fit; it has no word for the others.
+TYPED: Mapping[Change, str] = {
+    "adamw": "--optimizer adamw",
+    "fp8": "run.sh fp8",
+    "microbatch": "length.microbatch_tokens={}",
+    "logits": "train.logit_chunk_tokens={}",
+    "memory_fraction": "rollout.memory_fraction={}",
+}
 _README = Path(__file__).with_name("README.md")
 _HEADINGS = (
     "model",
@@ -120,7 +129,10 @@ def _rows() -> Iterator[str]:
         for variant in composed.VARIANTS:
             for optimizer in composed.OPTIMIZERS:
                 one = composed.load(variant, model=model, optimizer=optimizer)
-                yield markdown_rows(one.model.path.rpartition("/")[2], budget_of(one))
+                budget = budget_of(one)
+                row = markdown_rows(one.model.path.rpartition("/")[2], budget)
+                typed: dict[Change, str] = {"adamw": TYPED["adamw"]} if optimizer != "adamw" else {}
+                yield row if not budget.remedies(typed) else f"{row.removesuffix(' |')}: it needs `{TYPED['adamw']}` |"
 
 
 def main() -> None:

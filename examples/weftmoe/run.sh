@@ -30,7 +30,10 @@ usage: run.sh baseline|bf16|fp8 [options] [block.key=value ...]
 
 exit codes: 0 done, 1 the run failed, 2 wrong usage, 3 the doctor found what would fail,
             75 told to come again (SIGUSR1): it has saved, and goes on where it is started again,
-            130 and 143 interrupted
+            200 a rank, its engine or a peer was lost after the first step had begun: started again, the run goes on
+            from its newest checkpoint; 130 and 143 interrupted
+
+An option's value may follow `=`, too: --out=DIR.
 TEXT
 }
 
@@ -39,6 +42,15 @@ readonly EXIT_USAGE=2 EXIT_DOCTOR=3 EXIT_AGAIN=75
 fail_usage() {
   printf 'run.sh: %s (run.sh --help)\n' "$1" >&2
   exit "$EXIT_USAGE"
+}
+
+# A shell expands `~` at the beginning of a word only, and not in `out=~/run`.
+at_home() {
+  if [[ "$1" =~ ^~(/|$) ]]; then
+    printf '%s' "$HOME${1:1}"
+  else
+    printf '%s' "$1"
+  fi
 }
 
 here="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"
@@ -73,6 +85,9 @@ grace=60
 save_grace=240
 on_term=end
 while (($#)); do
+  if [[ "$1" == --*=* ]]; then
+    set -- "${1%%=*}" "${1#*=}" "${@:2}"
+  fi
   case "$1" in
     --model | --data | --length | --optimizer | --nodes | --node-rank | --master | --gpus | --gpu-memory | --steps | --out | --seed)
       [[ $# -ge 2 ]] || fail_usage "$1 needs a value"
@@ -82,7 +97,8 @@ while (($#)); do
           doctor+=(--gpus "$2")
           gpus_given=1
           ;;
-        --nodes | --out | --model) doctor+=("$1" "$2") ;;
+        --out) doctor+=(--out "$(at_home "$2")") ;;
+        --nodes | --model) doctor+=("$1" "$2") ;;
       esac
       shift 2
       ;;
@@ -132,11 +148,11 @@ while (($#)); do
           gpus_given=1
           ;;
         cluster.nodes=*) doctor+=(--nodes "${1#*=}") ;;
-        out=*) doctor+=(--out "${1#*=}") ;;
+        out=*) doctor+=(--out "$(at_home "${1#*=}")") ;;
         checkpoint.grace=*)
-          save_grace="${1#*=}"
-          save_grace="${save_grace%%.*}" # whole seconds here
-          [[ "$save_grace" =~ ^[0-9]+$ ]] || fail_usage "$1 needs a number of seconds"
+          [[ "${1#*=}" =~ ^([0-9]+)(\.[0-9]+)?$ ]] || fail_usage "$1 needs a number of seconds, such as 240"
+          # Whole seconds here, and no fewer than the run has.
+          save_grace="$((10#${BASH_REMATCH[1]} + (${#BASH_REMATCH[2]} > 0)))"
           ;;
       esac
       shift

@@ -4,13 +4,15 @@ settings.yaml    the resolved settings, which every rank reads
 run.lock         held while the run goes on
 stopped.json     the run was told to end, and did: where it goes on when it is started again, which removes this
 starts           Slurm's starts since the newest checkpoint, and its name: `slurm.sbatch` writes and reads it
+going            this start has come to its steps: if a rank or an engine is lost now, another start is worth its while
+changed.json     settings that this start has otherwise than the one before, which the run's log repeats
 before-1, ...    what runs wrote that were given up: a start with `checkpoint.resume` false sets it aside
 """
 
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +21,78 @@ from weftmoe.disk import MIB, free_bytes_at
 from weftmoe.schema import Settings
 from weftpub.errors import ConfigError
 
-__all__ = ["EXIT_AGAIN", "claim", "differences", "note_stop", "settings_path", "stopped_path"]
+__all__ = [
+    "EXIT_AGAIN",
+    "EXIT_LOST",
+    "changes_of_this_start",
+    "claim",
+    "differences",
+    "going_path",
+    "note_stop",
+    "settings_path",
+    "stopped_path",
+]
 
 EXIT_AGAIN = 75  # of a run that stopped because it was told to, and goes on where it is started again
+# Of a run that lost a rank, an engine or a peer. Of the codes of several nodes srun gives the largest; those of signals
+# end at 192.
+EXIT_LOST = 200
 
 # What a run leaves behind for the next start or for a reader.
 _LEFT = ("checkpoints", "steps.jsonl", "tensorboard", "wandb")
-# What may change between two starts of one run: it says how it runs, and not what it computes.
+# What may change between two starts of one run, keys or whole blocks: how, where and how long it runs. All else says
+# what is learned, or how a checkpoint is laid out. Kernels and microbatches may: sums are rounded otherwise, no more.
 _FREE = (
     "steps",
     "out",
     "checkpoint",
     "telemetry",
-    "publish.experts",
-    "reward.workers",
-    "reward.timeout",
+    "roles",
+    # The data themselves are compared by the position in them.
+    "model.path",
+    "data.path",
+    "data.split",
+    "data.epochs",
+    "length.context",
+    "length.microbatch_tokens",
+    "cluster.numa_binding",
+    "rollout.tensor",
+    "rollout.data",
+    "rollout.expert",
+    "rollout.dp_attention",
+    "rollout.moe_runner",
+    "rollout.fp8_gemm_runner",
+    "rollout.moe_a2a",
+    "rollout.attention_backend",
+    "rollout.memory_fraction",
+    "rollout.max_running",
+    "rollout.cuda_graph",
+    "rollout.cuda_graph_max_batch",
+    "rollout.cuda_graph_batches",
+    "rollout.radix_cache",
+    "rollout.drain",
     "rollout.ready_timeout",
+    "rollout.generate_timeout",
+    "train.attention",
+    "train.dispatcher",
+    "train.flex_backend",
+    "train.recompute",
+    "train.overlap_grad_reduce",
+    "train.logit_chunk_tokens",
+    "train.deterministic",
+    "train.offload",
+    "optimizer.slots",
+    "optimizer.slot_numel",
+    "algorithm.max_resamples",
+    "reward.workers",
+    "publish.experts",
+    "publish.staging_mib",
+    "publish.bucket_mib",
+    "publish.verify_sha256",
+    "publish.deadline",
 )
+# Of those, what nobody wants to read about in a log.
+_UNSAID = ("steps", "out", "checkpoint", "telemetry")
 
 
 def settings_path(out: Path, node_rank: int = 0) -> Path:
@@ -46,6 +103,17 @@ def settings_path(out: Path, node_rank: int = 0) -> Path:
 def stopped_path(out: Path) -> Path:
     """The note of a run that stopped before its last step because it was told to."""
     return out / "stopped.json"
+
+
+def going_path(out: Path) -> Path:
+    """There from the first step of a start on, until an error that another start would meet again."""
+    return out / "going"
+
+
+def changes_of_this_start(out: Path) -> tuple[str, ...]:
+    """Settings that this start has otherwise than the one before, as `key: old -> new`."""
+    path = _changed_path(out)
+    return tuple(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else ()
 
 
 def note_stop(out: Path, step: int) -> None:
@@ -76,11 +144,12 @@ def claim(settings: Settings, node_rank: int = 0) -> int | None:
         return None
     lock = _lock(settings.out / "run.lock")
     try:
-        _require_same(settings, path)
+        changed = _require_same(settings, path)
         if not settings.checkpoint.resume:
             _set_aside(settings.out)
-        stopped_path(settings.out).unlink(missing_ok=True)
-        _write_settings(settings, path)
+        for note in (stopped_path(settings.out), going_path(settings.out), _changed_path(settings.out)):
+            note.unlink(missing_ok=True)
+        _write_settings(settings, path, changed)
     except BaseException:
         os.close(lock)
         raise
@@ -89,16 +158,28 @@ def claim(settings: Settings, node_rank: int = 0) -> int | None:
 
 def differences(old: Settings, new: Settings) -> list[str]:
     """Settings that two starts of one run must agree on and do not, as `key: old -> new`."""
+    return [words for key, words in _differing(old, new) if not _among(_FREE, key)]
+
+
+def _differing(old: Settings, new: Settings) -> Iterator[tuple[str, str]]:
     before, after = (dict(_flat(one.model_dump(mode="json"))) for one in (old, new))
-    return [
-        f"{key}: {before.get(key)!r} -> {after.get(key)!r}"
-        for key in sorted({*before, *after})
-        if before.get(key) != after.get(key) and not any(key == free or key.startswith(f"{free}.") for free in _FREE)
-    ]
+    for key in sorted({*before, *after}):
+        if before.get(key) != after.get(key):
+            yield key, f"{key}: {before.get(key)!r} -> {after.get(key)!r}"
 
 
-def _write_settings(settings: Settings, path: Path) -> None:
+def _among(names: tuple[str, ...], key: str) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
+def _changed_path(out: Path) -> Path:
+    return out / "changed.json"
+
+
+def _write_settings(settings: Settings, path: Path, changed: Sequence[str] = ()) -> None:
     try:
+        if changed:
+            _changed_path(settings.out).write_text(json.dumps(changed) + "\n", encoding="utf-8")
         composed.write(settings, path)
     except OSError as error:
         free = free_bytes_at(path)
@@ -108,15 +189,18 @@ def _write_settings(settings: Settings, path: Path) -> None:
         ) from None
 
 
-def _require_same(settings: Settings, path: Path) -> None:
+def _require_same(settings: Settings, path: Path) -> list[str]:
+    """What differs and may, in a run that is resumed."""
     if not (path.exists() and settings.checkpoint.resume and _began(settings.out)):
-        return
-    changes = differences(composed.read(path), settings)
+        return []
+    old = composed.read(path)
+    changes = differences(old, settings)
     if changes:
         raise ConfigError(
             f"{settings.out} holds a run with other settings: {'; '.join(changes)}. Resume it with its own, choose "
             "another --out, or start anew there with checkpoint.resume=false"
         )
+    return [words for key, words in _differing(old, settings) if not _among(_UNSAID, key)]
 
 
 def _lock(path: Path) -> int:

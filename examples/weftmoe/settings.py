@@ -11,6 +11,7 @@ Order, later ones win:
     pairs/VARIANT-OPTIMIZER.yaml
     smoke/common.yaml, smoke/PLACE.yaml
     nodes and gpus                  parallel sizes that follow from other numbers of GPUs
+    options                         what the command line says in words of its own: text, and no YAML
     overrides                       `a.b=c` from the command line
 
 A directory instead of a model's name takes the file of its own name, if there is one, and its config.json.
@@ -18,7 +19,8 @@ A directory instead of a model's name takes the file of its own name, if there i
 
 import difflib
 import json
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -65,9 +67,10 @@ def load(
     smoke: SmokePlace | None = None,
     nodes: int | None = None,
     gpus: int | None = None,
+    options: Mapping[str, object] | None = None,
     overrides: Sequence[str] = (),
 ) -> Settings:
-    """The resolved settings of one run.
+    """The resolved settings of one run. A `~` at the beginning of a path is the home directory.
 
     Args:
         variant, length, optimizer: names of files under configs/.
@@ -76,11 +79,13 @@ def load(
         smoke: the tiny run, with a GPU or without; None is a real one.
         nodes, gpus: machines, and GPUs of each: experts are dealt over those of one machine, and every machine gets one
             engine.
+        options: values by key, as they are: a path of digits, or one that is called "off", stays text.
         overrides: ``a.b=c``, the value in YAML.
 
     Raises:
         ConfigError: an unknown name, key or value, or values that exclude each other; names the key and what works.
     """
+    model = os.path.expanduser(model)
     merged: Any = OmegaConf.create({})
     for path in sources(variant, model, length, optimizer, smoke):
         merged = OmegaConf.merge(merged, _load_file(path))
@@ -88,11 +93,14 @@ def load(
         merged = OmegaConf.merge(merged, {"model": _checkpoint(Path(model))})
     if nodes is not None or gpus is not None:
         merged = OmegaConf.merge(merged, _sized(merged, nodes, gpus))
+    for key, value in (options or {}).items():
+        OmegaConf.update(merged, key, value)
     try:
         merged = OmegaConf.merge(merged, OmegaConf.from_dotlist(_checked_form(overrides)))
+        values = OmegaConf.to_container(merged, resolve=True)
     except (OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(f"overrides {list(overrides)}: {error}; write them as block.key=value") from error
-    return _validated(OmegaConf.to_container(merged, resolve=True))
+    return _validated(_at_home(values))
 
 
 def sources(variant: str, model: str, length: str, optimizer: str, smoke: SmokePlace | None) -> tuple[Path, ...]:
@@ -178,6 +186,14 @@ def _load_file(path: Path) -> Any:
         raise ConfigError(f"{path}: there is no such file") from None
     except (OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(f"{path}: not readable as YAML: {error}") from error
+
+
+def _at_home(values: Any) -> Any:
+    """A shell expands `~` at the beginning of a word only, and not in `data.path=~/x`."""
+    for block, key in ((values, "out"), (values.get("data"), "path"), (values.get("model"), "path")):
+        if isinstance(block, dict) and isinstance(block.get(key), str):
+            block[key] = os.path.expanduser(block[key])
+    return values
 
 
 def _checked_form(overrides: Sequence[str]) -> list[str]:

@@ -42,6 +42,12 @@ def _say_what_next(settings: Settings, result: "RunResult") -> None:
     """On standard error: where the run's numbers are; and, of one that had been done before, how to go on."""
     if result.reward is None and result.steps >= settings.steps:
         print(f"weftmoe: no step was left of {settings.steps}; --steps with a larger number goes on", file=sys.stderr)
+    if result.steps < settings.steps and not result.stopped:
+        print(
+            f"weftmoe: data.epochs={settings.data.epochs} ended the run after step {result.steps} of {settings.steps}; "
+            "a larger one goes on",
+            file=sys.stderr,
+        )
     if settings.telemetry.jsonl:
         out = shlex.quote(str(settings.out))
         print(f"weftmoe: `weftpub report {out}` draws and sums up {settings.out / 'steps.jsonl'}", file=sys.stderr)

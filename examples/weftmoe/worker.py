@@ -1,21 +1,27 @@
 """One trainer rank under torchrun: reads the settings that the launcher wrote down, and trains."""
 
 import sys
+import traceback
 from pathlib import Path
 
 from weftmoe import settings as composed
 from weftmoe.disk import cannot_write
+from weftmoe.endings import exit_code
 from weftmoe.env import require_environment
 from weftpub.errors import WeftpubError
+from weftpub_kernels.errors import KernelError
 
 __all__ = ["main"]
 
 
 def main(arguments: list[str]) -> int:
-    """Run the rank; weftpub's own errors, and those of disks, become one message and exit code 1.
+    """Run the rank; weftpub's own errors, and those of disks, become one message.
 
     Args:
         arguments: the path of the settings.
+
+    Returns:
+        0; 1 of a run that would fail again; `EXIT_LOST` where somebody was lost.
     """
     (path,) = arguments
     out = Path(path).parent
@@ -27,17 +33,22 @@ def main(arguments: list[str]) -> int:
 
         # Told to end is as good an end as any for torchrun, which would call it a failure; the agent looks at the note.
         train.main(settings)
-    except WeftpubError as error:
-        notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
-        print(f"weftmoe: {type(error).__name__}: {error}{notes}", file=sys.stderr, flush=True)
-        return 1
-    except OSError as error:
-        said = cannot_write(error, out)
-        if said is None:
+    except Exception as error:  # whatever it is, the agent has to know whether another start would meet it again
+        code = exit_code(error, out)
+        said = _said(error, out)
+        if said is None and code == 1:
             raise
-        print(f"weftmoe: {said}", file=sys.stderr, flush=True)
-        return 1
+        print(traceback.format_exc() if said is None else f"weftmoe: {said}", file=sys.stderr, flush=True)
+        return code
     return 0
+
+
+def _said(error: Exception, out: Path) -> str | None:
+    """An error in words; None for one that its traceback explains best."""
+    if isinstance(error, WeftpubError | KernelError):
+        notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
+        return f"{type(error).__name__}: {error}{notes}"
+    return cannot_write(error, out) if isinstance(error, OSError) else None
 
 
 if __name__ == "__main__":

@@ -222,6 +222,8 @@ def test_the_readmes_table_is_the_plans() -> None:
 
 # Overrides and refusals.
 
+SCALES_OF_TE = "roles.trainer.env.NVTE_FP8_BLOCK_SCALING_FP32_SCALES=0"
+
 
 def test_overrides_win_and_keep_their_types() -> None:
     s = composed.load(
@@ -275,7 +277,17 @@ def test_a_directory_is_a_model(tmp_path: Path) -> None:
         ("lr", "is not of the form"),
         ("train.tensor=3", "must divide the 8 ranks"),
         ("train.sequence_parallel=false", r"needs train\.sequence_parallel=true"),
-        ("train.pipeline=2", r"train\.pipeline=2 is not supported"),
+        ("train.pipeline=2", r"train\.pipeline=2 is not driven by this loop; set it to 1"),
+        ("train.context=2", r"train\.context=2 is not driven by this loop; set it to 1"),
+        ("train.expert_tensor=2\ntrain.expert=4", r"train\.expert_tensor=2 is not driven by this loop"),
+        ("publish.preset=te_fp23", r"no preset is named 'te_fp23'; did you mean 'te_fp32'"),
+        ("publish.preset=nemo_pow2\npublish.activation_scales=power_of_two", "may not be published"),
+        ("publish.preset=te_pow2", r"one rule; set publish\.activation_scales='power_of_two'"),
+        ("publish.preset=sglang_ue8m0_bf16", "masters are FP32: use 'te_fp32'"),
+        ("publish.preset=te_pow2\npublish.activation_scales=power_of_two\n" + SCALES_OF_TE, r"^$"),
+        ("publish.preset=slime", r"^$"),
+        ("optimizer.exp_avg_dtype=bf16", r"optimizer 'muon' does not read it; add --optimizer adamw"),
+        ("optimizer.name=adamw\noptimizer.exp_avg_dtype=bf16", r"^$"),
         ("train.expert=4", r"^$"),
         ("train.expert=3", "must divide the 8 ranks"),
         ("cluster.nodes=2", r"each node has one, so set it to cluster\.nodes=2.*must be the 16 GPUs"),

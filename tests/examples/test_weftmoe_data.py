@@ -1,7 +1,10 @@
 """Prompts in DAPO-Math-17k's schema, their order, and what they look like as tokens."""
 
+import importlib.util
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -125,6 +128,75 @@ def test_parquet_as_published(tmp_path: Path) -> None:
         assert (len(found), found.rows) == (3, 10)
     write_arithmetic(tmp_path / "sums.parquet", 5, seed=0)
     assert len(read_prompts(tmp_path / "sums.parquet")) == 5
+
+
+def load_dataset_here(
+    path: str,
+    name: str | None = None,
+    data_dir: str | None = None,
+    data_files: Any = None,
+    split: Any = None,
+    cache_dir: str | None = None,
+    features: Any = None,
+    download_config: Any = None,
+    download_mode: Any = None,
+    verification_mode: Any = None,
+    keep_in_memory: bool | None = None,
+    save_infos: bool = False,
+    revision: Any = None,
+    token: Any = None,
+    streaming: bool = False,
+    num_proc: int | None = None,
+    storage_options: dict[str, Any] | None = None,
+    **config_kwargs: Any,
+) -> Any:
+    """As `datasets.load_dataset` of release 5.2 is called, and answers for a folder of JSON lines."""
+    assert (name, data_dir, data_files, streaming, config_kwargs) == (None, None, None, False, {})
+    assert Path(path).is_dir(), "this one downloads nothing"
+    files = {file.stem: file for file in Path(path).glob("*.jsonl")}
+    if split is None:
+        return {stem: [] for stem in files}
+    if split not in files:
+        raise ValueError(f'Unknown split "{split}". Should be one of {sorted(files)}.')
+    return [json.loads(line) for line in files[split].read_text().splitlines()]
+
+
+@pytest.fixture
+def datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in which "some/name" is a data set: of the real package where it is installed."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "some" / "name").mkdir(parents=True)
+    if importlib.util.find_spec("datasets") is None:
+        package, exceptions = ModuleType("datasets"), ModuleType("datasets.exceptions")
+        package.__dict__.update(load_dataset=load_dataset_here, exceptions=exceptions)
+        exceptions.__dict__.update(DatasetsError=type("DatasetsError", (Exception,), {}))
+        monkeypatch.setitem(sys.modules, "datasets", package)
+        monkeypatch.setitem(sys.modules, "datasets.exceptions", exceptions)
+    else:
+        import datasets.config
+
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "some" / "name"
+
+
+def test_a_data_set_is_loaded_by_its_name(datasets: Path) -> None:
+    """What a run without --data does. A folder is a name, too, for the package; with a split it is no path for us."""
+    write(datasets / "train.jsonl", [row("a"), row("b", "What is 2 + 2?", "4"), row("a")])
+    write(datasets / "test.jsonl", [row("c")])
+    found = read_prompts("some/name:train")
+    assert [prompt.index for prompt in found.prompts] == ["a", "b"]
+    assert (found.rows, found.origin) == (3, "some/name:train")
+    assert found.prompts[1].chat == [{"role": "user", "content": "What is 2 + 2?"}]
+    assert read_prompts("some/name:").prompts == found.prompts, "train, if no split is said"
+    assert [prompt.index for prompt in read_prompts("some/name:test").prompts] == ["c"]
+
+
+def test_a_split_that_is_not_there_is_named(datasets: Path) -> None:
+    """It ended in a traceback of the package."""
+    write(datasets / "train.jsonl", [row("a")])
+    message = r"data set 'some/name', split 'validation': .*correct its name \(--data\) or data\.split, or give a file"
+    with pytest.raises(ConfigError, match=message):
+        read_prompts("some/name:validation")
 
 
 def test_arithmetic_is_right_and_follows_from_its_seed(tmp_path: Path) -> None:

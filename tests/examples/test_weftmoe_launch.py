@@ -22,7 +22,7 @@ from weftmoe import train, worker
 from weftmoe.checks import ALLOCATOR_VARIABLES
 from weftmoe.env import changed, require_environment, role_environment
 from weftmoe.launch import command, resolve, torchrun_command
-from weftmoe.rundir import claim, differences, settings_path
+from weftmoe.rundir import EXIT_LOST, claim, differences, settings_path
 from weftpub.errors import CheckpointError, ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -540,6 +540,23 @@ def test_the_machine_is_checked_for_what_overrides_say(fake: Path) -> None:
     assert second == "-m weftmoe.launch fp8 cluster.gpus=2 out=there optimizer.lr=0"
 
 
+def test_an_option_and_its_value_may_be_one_word(fake: Path) -> None:
+    """`--gpus=2 --out=there` reached the launcher, and the doctor looked at 8 GPUs and at another folder; `--grace=10`
+    was "no such option"."""
+    (fake / "there").mkdir()
+    words = ("--gpus=2", "--out=there", "--model=m", "--grace=10", "--save-grace=20", "--on-term=save")
+    assert finish(script(fake, "fp8", *words, "optimizer.lr=0"))[0] == 0
+    first, second = calls(fake)
+    assert first.endswith("--gpus 2 --out there --model m")
+    assert second == "-m weftmoe.launch fp8 --gpus 2 --out there --model m checkpoint.grace=20 optimizer.lr=0"
+
+
+def test_the_doctor_looks_at_the_folder_that_is_meant(fake: Path) -> None:
+    assert finish(script(fake, "fp8", "out=~/run", HOME=str(fake)))[0] == 0
+    assert finish(script(fake, "fp8", "--out=~/run", HOME=str(fake)))[0] == 0
+    assert [call.rpartition("--out ")[2].partition(" ")[0] for call in calls(fake)[::2]] == [f"{fake}/run"] * 2
+
+
 def test_the_smoke_takes_whatever_is_there(fake: Path) -> None:
     """The doctor was asked for no GPU, and did not look at the one that the smoke then took."""
     assert finish(script(fake, "fp8", "--smoke"))[0] == 0
@@ -572,6 +589,10 @@ def test_printing_needs_no_doctor(fake: Path) -> None:
         (("fp8", "--grace", "soon"), "needs a number of seconds"),
         (("fp8", "--save-grace", "0"), "needs a number of seconds"),
         (("fp8", "checkpoint.grace=soon"), "needs a number of seconds"),
+        (("fp8", "checkpoint.grace=1.5e2"), "needs a number of seconds, such as 240"),
+        (("fp8", "--grace=soon"), "needs a number of seconds"),
+        (("fp8", "--speed=9"), "unknown option '--speed'"),
+        (("fp8", "--smoke=yes"), "unknown option 'yes'"),
         (("fp8", "--on-term", "die"), "'end' or 'save'"),
     ],
 )
@@ -830,6 +851,31 @@ def test_a_run_that_ends_badly_says_so_in_a_line_and_leaves_no_folder(
     assert list(folder.iterdir()) == []
 
 
+KILLED_RANK = r"""
+import os, pathlib, signal, sys, time
+(pathlib.Path(sys.argv[1]).parent / "going").touch()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_rank_is_no_failure_of_the_run(tmp_path: Path) -> None:
+    """The system's killer took a rank, the run ended with 1 as for settings that cannot work, and its job was gone."""
+    script = tmp_path / "rank.py"
+    script.write_text(KILLED_RANK)
+    arguments = ("--standalone", "--nproc-per-node=1", "--max-restarts=0", str(script), str(tmp_path / "settings.yaml"))
+    agent = subprocess.Popen(
+        [sys.executable, "-m", "weftmoe.agent", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    code, out = finish(agent)
+    assert code == EXIT_LOST, out
+    assert "rank 0 was the first to end, by SIGKILL" in out
+    assert out.splitlines()[-1] == "weftmoe: nothing that was set is to blame: started again, the run goes on"
+
+
 def test_the_launcher_hands_over_a_blocked_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     from weftmoe import launch
 
@@ -891,9 +937,10 @@ def cluster(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def job(cluster: Path, *options: str, restarts: int = 0) -> "subprocess.Popen[str]":
+def job(cluster: Path, *options: str, restarts: int = 0, home: Path | None = None) -> "subprocess.Popen[str]":
     environment = {
         **os.environ,
+        **({"HOME": str(home)} if home else {}),
         **({"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}),
         "PATH": f"{cluster}:{os.environ['PATH']}",
         "SLURM_JOB_ID": "12345",
@@ -915,7 +962,7 @@ def queued_again(cluster: Path) -> bool:
     return "requeue 12345" in (cluster / "scontrol.calls").read_text().splitlines()
 
 
-@pytest.mark.parametrize(("code", "exits", "again"), [(0, 0, False), (1, 1, False), (75, 0, True)])
+@pytest.mark.parametrize(("code", "exits", "again"), [(0, 0, False), (1, 1, False), (75, 0, True), (200, 0, True)])
 def test_a_job_that_is_to_come_again_is_queued_again(cluster: Path, code: int, exits: int, again: bool) -> None:
     (cluster / "code").write_text(str(code))
     assert finish(job(cluster))[0] == exits
@@ -982,6 +1029,15 @@ def test_a_job_with_progress_is_queued_again_for_ever(cluster: Path, options: tu
         assert finish(job(cluster, "--starts-without-progress", "1", *options, restarts=restarts))[0] == 0
     assert (cluster / "scontrol.calls").read_text().splitlines().count("requeue 12345") == 4
     assert (cluster / folder / "starts").read_text() == "1 step-000003\n"
+
+
+def test_starts_are_counted_where_the_run_writes(cluster: Path) -> None:
+    (cluster / "code").write_text("200")
+    assert finish(job(cluster, "--starts-without-progress=2", "--out=~/p", home=cluster))[0] == 0
+    assert (cluster / "p" / "starts").read_text() == "1 none\n"
+    code, said = finish(job(cluster, "--starts-without-progress=2", "--out=~/p", home=cluster, restarts=1))
+    assert code == 1, "a run that loses something at every start is not queued again for ever"
+    assert "2 starts in a row have made no checkpoint after none" in said
 
 
 def test_a_job_that_is_submitted_anew_counts_from_the_beginning(cluster: Path) -> None:

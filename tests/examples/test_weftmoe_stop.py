@@ -14,7 +14,7 @@ from weftmoe import settings as composed
 from weftmoe.loop import run as module
 from weftmoe.loop.checkpoint import LoopState
 from weftmoe.loop.stop import CutShort, Pace, StopNotice, run_until
-from weftmoe.rundir import claim, note_stop, stopped_path
+from weftmoe.rundir import claim, going_path, note_stop, stopped_path
 from weftmoe.telemetry import Counters, Timers
 from weftpub.errors import ChannelError, ConfigError, StateError
 
@@ -300,6 +300,28 @@ def test_an_engine_that_does_not_end_keeps_nobody_from_saving(
     ((events, result),) = loops([on("rollout 3")])
     assert events[-2:] == ["reload", "save 2"]
     assert (result.steps, result.stopped) == (2, True)
+
+
+@pytest.mark.parametrize(("every", "saves"), [("100", ["save 2"]), ("2", []), ("off", [])])
+def test_data_that_have_been_drawn_often_enough_end_the_run_as_its_last_step_does(
+    loops: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: str, saves: list[str]
+) -> None:
+    """Epochs of the data could end a run in the texts only; and nothing of its last steps would have been saved."""
+    collect = Looped._collect
+    monkeypatch.setattr(
+        Looped,
+        "_collect",
+        lambda self, step, *_, published: collect(self, step, published=published) if step < 3 else None,
+    )
+    ((events, result),) = loops([never], f"checkpoint.save={every}")
+    assert events[events.index("publish 2") + 1 :] == ["close", *(["reload"] if saves else []), *saves]
+    assert (result.steps, result.version, result.stopped) == (2, 2, False)
+    assert not stopped_path(tmp_path).exists()
+
+
+def test_a_run_that_makes_steps_says_so(loops: Any, tmp_path: Path) -> None:
+    loops([on("train 2"), never])
+    assert going_path(tmp_path).exists()
 
 
 def test_what_is_saved_already_is_not_saved_again(loops: Any) -> None:

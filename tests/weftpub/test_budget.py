@@ -219,6 +219,7 @@ def test_what_does_not_fit_is_told_with_what_does() -> None:
     missing = float(problem.partition(", ")[2].partition(" GiB")[0])
     assert missing == pytest.approx((budget.peak("train") - budget.usable) / GIB, abs=0.06)
     assert any("--cpu-offload" in remedy for remedy in budget.remedies())
+    assert budget.remedies({"adamw": "say {}"}) == ("AdamW with Megatron's CPU offload (say 0)",), "what can be typed"
 
 
 def test_every_remedy_is_enough() -> None:

@@ -1,15 +1,26 @@
 """The whole account of one request, whether it fits, by how much it does not, and what would fit."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from weftpub.budget.counts import GIB, usable_bytes
 from weftpub.budget.memory import PHASES, Phase, Row, phase_rows, pool_bytes
 from weftpub.budget.request import Request
 from weftpub.budget.traffic import Flow, host_rows, pcie_flows, publish_rows
 
-__all__ = ["Budget", "make_budget"]
+__all__ = ["TYPED", "Budget", "Change", "make_budget"]
+
+Change = Literal["rebuild_wt", "adamw", "fp8", "microbatch", "logits", "memory_fraction"]
+# As options of `weftpub plan`.
+TYPED: Mapping[Change, str] = {
+    "rebuild_wt": "--rebuild-wt",
+    "adamw": "--variant baseline --optimizer adamw --cpu-offload",
+    "fp8": "--variant fp8",
+    "microbatch": "--microbatch {}",
+    "logits": "--logit-chunk {}",
+    "memory_fraction": "--memory-fraction {}",
+}
 
 
 @dataclass(frozen=True)
@@ -78,11 +89,19 @@ class Budget:
         """Whether every phase fits."""
         return not self.problems()
 
-    def remedies(self) -> tuple[str, ...]:
-        """Single changes of settings with which it fits; empty if it fits, or if none of them is enough."""
+    def remedies(self, typed: Mapping[Change, str] = TYPED) -> tuple[str, ...]:
+        """Single changes of settings with which it fits; empty if it fits, or if none of them is enough.
+
+        Args:
+            typed: how to ask for each change where the reader is; a change that is left out cannot be asked for.
+        """
         if self.fits:
             return ()
-        return tuple(words for words, request in _changes(self.request) if make_budget(request).fits)
+        return tuple(
+            f"{words} ({typed[change].format(number)})"
+            for change, words, number, request in _changes(self.request)
+            if change in typed and make_budget(request).fits
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain data: bytes, and how each was counted."""
@@ -126,23 +145,25 @@ def make_budget(request: Request) -> Budget:
     )
 
 
-def _changes(request: Request) -> Iterator[tuple[str, Request]]:
+def _changes(request: Request) -> Iterator[tuple[Change, str, float, Request]]:
+    """(change, in words, its number, the request with it)."""
     if request.variant == "fp8" and not request.rebuild_wt:
-        yield "rebuild W^T layer by layer (--rebuild-wt)", replace(request, rebuild_wt=True)
+        yield "rebuild_wt", "rebuild W^T layer by layer", 0, replace(request, rebuild_wt=True)
     if request.variant == "baseline" and not request.cpu_offload:
-        words = "AdamW with Megatron's CPU offload (--optimizer adamw --cpu-offload)"
-        yield words, replace(request, rule="adamw", cpu_offload=True)
+        yield "adamw", "AdamW with Megatron's CPU offload", 0, replace(request, rule="adamw", cpu_offload=True)
     if request.variant != "fp8" and request.trainer.expert_tensor == 1:
-        yield "variant fp8", replace(request, variant="fp8")
+        yield "fp8", "variant fp8", 0, replace(request, variant="fp8")
     tokens = request.limits.microbatch_tokens // 2
     while tokens >= request.limits.total_tokens:
         smaller = replace(request, limits=replace(request.limits, microbatch_tokens=tokens))
         if make_budget(smaller).fits:
-            yield f"microbatches of {tokens} tokens (--microbatch, length.microbatch_tokens={tokens})", smaller
+            yield "microbatch", f"microbatches of {tokens} tokens", tokens, smaller
             break
         tokens //= 2
     if request.limits.logit_chunk_tokens == 0:
-        smaller = replace(request, limits=replace(request.limits, logit_chunk_tokens=4096))
-        yield "logits of 4096 tokens at a time (train.logit_chunk_tokens=4096)", smaller
-    fraction = replace(request, limits=replace(request.limits, memory_fraction=0.85))
-    yield "a larger engine share (--memory-fraction 0.85, rollout.memory_fraction=0.85)", fraction
+        chunk = 4096
+        smaller = replace(request, limits=replace(request.limits, logit_chunk_tokens=chunk))
+        yield "logits", f"logits of {chunk} tokens at a time", chunk, smaller
+    share = 0.85
+    fraction = replace(request, limits=replace(request.limits, memory_fraction=share))
+    yield "memory_fraction", "a larger engine share", share, fraction

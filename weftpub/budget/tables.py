@@ -1,10 +1,10 @@
 """A budget for people: variants side by side, in GiB of one GPU, with the sums that decide."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
-from weftpub.budget.budget import Budget
+from weftpub.budget.budget import TYPED, Budget, Change
 from weftpub.budget.counts import GIB
 from weftpub.budget.memory import PHASES, Row
 
@@ -37,8 +37,8 @@ def comparison(budgets: Sequence[Budget], title: str) -> Table:
     return table
 
 
-def verdicts(budgets: Sequence[Budget]) -> list[str]:
-    """One line a budget: it fits, or by how much it does not, why, and what would."""
+def verdicts(budgets: Sequence[Budget], typed: Mapping[Change, str] = TYPED) -> list[str]:
+    """One line a budget: it fits, or by how much it does not, why, and what would; `typed` as for `Budget.remedies`."""
     lines: list[str] = []
     for budget in budgets:
         name = _heading(budget)
@@ -46,7 +46,7 @@ def verdicts(budgets: Sequence[Budget]) -> list[str]:
             tight = max(budget.peak(phase) for phase in PHASES)
             lines.append(f"{name}: fits; {(budget.usable - tight) / GIB:.1f} GiB free at the tightest")
             continue
-        remedies = budget.remedies()
+        remedies = budget.remedies(typed)
         works = "; it fits with " + ", or with ".join(remedies) if remedies else "; more GPUs are needed"
         lines.append(f"{name}: DOES NOT FIT: {'; '.join(budget.problems())}{works}")
     return lines

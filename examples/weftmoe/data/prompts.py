@@ -134,13 +134,21 @@ def _json_rows(path: Path) -> Iterator[Mapping[str, Any]]:
 
 def _dataset_rows(name: str) -> Iterator[Mapping[str, Any]]:
     try:
-        import datasets
+        from datasets import load_dataset
+        from datasets.exceptions import DatasetsError
     except ImportError:
         raise ConfigError(
             f"{name!r} is no file, and loading it by name needs the datasets package; install datasets or give a file"
         ) from None
     name, _, split = name.partition(":")
-    yield from datasets.load_dataset(name, split=split if split else "train")
+    split = split if split else "train"
+    try:
+        rows = load_dataset(name, split=split)
+    except (OSError, ValueError, DatasetsError) as error:  # not to be found or reached; no such split
+        raise ConfigError(
+            f"data set {name!r}, split {split!r}: {error}; correct its name (--data) or data.split, or give a file"
+        ) from error
+    yield from rows
 
 
 def _dedupe(rows: Iterable[Mapping[str, Any]], origin: str) -> PromptSet:

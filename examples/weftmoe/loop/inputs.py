@@ -28,25 +28,30 @@ class Inputs:
     Attributes:
         model: checkpoint directory.
         hf_config: its config.json.
-        prompts: the data set.
+        prompts: the data set, for whom it was read.
         notes: what was made or found out, in words.
     """
 
     model: Path
     hf_config: dict[str, Any]
-    prompts: PromptSet
+    prompts: PromptSet | None
     notes: tuple[str, ...]
 
 
 def find_inputs(
-    settings: Settings, device: torch.device, progress: Callable[[int, int], None] = lambda done, total: None
+    settings: Settings,
+    device: torch.device,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    *,
+    prompts: bool = True,
 ) -> Inputs:
-    """Find, download or make the inputs; called by rank 0 alone.
+    """Find, download or make the inputs; called by rank 0 first, the others find what it has found or made.
 
     Args:
         settings: the run's. A smoke run makes the model and data whose path is "made".
         device: where a made model is warmed up.
         progress: of the warm-up: finished and planned steps.
+        prompts: whether to read them: millions of rows, and only rank 0 draws.
 
     Raises:
         ConfigError: the checkpoint is of another architecture than the settings say, or not to be found.
@@ -78,16 +83,20 @@ def find_inputs(
             f"{model}: architectures[0] is {found!r}, model.architecture is {settings.model.architecture!r}; choose "
             "the configuration of this model"
         )
+    found_prompts = _prompts(settings) if prompts else None
+    notes += [str(found_prompts)] if prompts else []
+    return Inputs(model, hf_config, found_prompts, tuple(notes))
+
+
+def _prompts(settings: Settings) -> PromptSet:
+    smoke = settings.smoke
     if smoke.enabled and settings.data.path == MADE:
         data = settings.out / f"arithmetic-{settings.seed}-{smoke.problems}-{smoke.digits}.jsonl"
-        if not data.is_file():  # rank 0 makes it, the others read it
+        if not data.is_file():
             write_arithmetic(data, smoke.problems, seed=settings.seed, digits=smoke.digits)
-        prompts = read_prompts(data)
-    else:
-        path = settings.data.path
-        prompts = read_prompts(path if names_a_path(path) else f"{path}:{settings.data.split}")
-    notes.append(str(prompts))
-    return Inputs(model, hf_config, prompts, tuple(notes))
+        return read_prompts(data)
+    path = settings.data.path
+    return read_prompts(path if names_a_path(path) else f"{path}:{settings.data.split}")
 
 
 def await_file(path: Path, seconds: float = _VISIBLE_S) -> None:

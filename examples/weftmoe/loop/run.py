@@ -11,6 +11,7 @@ Order of a start, the same for a fresh run and after a crash:
 import math
 import os
 import platform
+import subprocess
 import tempfile
 import time
 import uuid
@@ -38,7 +39,7 @@ from weftmoe.loop.stop import CutShort, Pace, StopNotice, run_until
 from weftmoe.loop.trainer import MegatronGrpo, describe_settings
 from weftmoe.reward import Rewarder
 from weftmoe.rollout import Published, Rollout
-from weftmoe.rundir import note_stop
+from weftmoe.rundir import changes_of_this_start, going_path, note_stop
 from weftmoe.schema import Settings
 from weftmoe.telemetry import (
     Counters,
@@ -58,6 +59,7 @@ from weftpub.publisher.agreement import as_data, as_error
 
 __all__ = ["RunResult", "run"]
 
+_GIT_S = 60.0  # it looks at every file, perhaps over a network
 _PACKAGES = ("weftpub", "torch", "triton", "megatron-core", "transformer-engine", "sglang", "awex", "transformers")
 
 
@@ -124,10 +126,12 @@ class _Run:
         """Make the steps that are left."""
         settings, first, last = self._settings, self._state.step, None
         resumed = first if self._path is not None else None
+        if self._ranks.first:  # what is lost from here on was no fault of the settings
+            going_path(settings.out).touch()
         for step in range(first + 1, settings.steps + 1):
             made = self._step(step)
             if made is None:
-                self._progress.note("told to end" if self._stopping else "the data's epochs have ended")
+                self._progress.note("told to end" if self._stopping else "data.epochs has ended")
                 break
             last = made
             if self._stopping:
@@ -174,7 +178,7 @@ class _Run:
             return inputs
         if self._settings.model.path == MADE:
             await_file(self._settings.out / "model" / "config.json")
-        return find_inputs(self._settings, self._device)
+        return find_inputs(self._settings, self._device, prompts=False)
 
     def _find_checkpoint(self) -> Path | None:
         """What rank 0 finds, all ranks read: another node may see a new file later, or none."""
@@ -259,10 +263,27 @@ class _Run:
         trainer = self._trainer
         return trainer_shards(trainer.model, trainer.attachment.store, trainer.hf_config).shards
 
-    def _make_collector(self, stack: ExitStack) -> Collector:
-        settings, data = self._settings, self._inputs.prompts
+    def _make_collector(self, stack: ExitStack) -> Collector | None:
+        """Of rank 0, which draws for all ranks; collective, so that what is wrong with the prompts is raised on all."""
+        made, told = None, None
+        error: WeftpubError | None = None
+        if self._ranks.first:
+            try:
+                made = self._make_collector_here(stack)
+            except WeftpubError as raised:
+                told, error = as_data(raised), raised
+        told = self._ranks.broadcast(told)
+        if error is not None:
+            raise error
+        if told is not None:
+            raise as_error(0, told)
+        return made
+
+    def _make_collector_here(self, stack: ExitStack) -> Collector:
+        settings = self._settings
+        assert self._inputs.prompts is not None, "rank 0 has read them"
         encoded, left_out = encode_prompts(
-            data,
+            self._inputs.prompts,
             self._tokenizer,
             longest=settings.data.max_prompt_tokens,
             enable_thinking=settings.data.enable_thinking,
@@ -271,7 +292,10 @@ class _Run:
             self._progress.note(
                 f"{left_out} prompts are longer than {settings.data.max_prompt_tokens} tokens: left out"
             )
-        sampler = PromptSampler([one.prompt for one in encoded], seed=settings.seed, shuffle=settings.data.shuffle)
+        data = settings.data
+        sampler = PromptSampler(
+            [one.prompt for one in encoded], seed=settings.seed, epochs=data.epochs, shuffle=data.shuffle
+        )
         if self._state.data:
             sampler.restore(self._state.data)
         self._sampler = sampler
@@ -293,7 +317,7 @@ class _Run:
             resumed_from=self._state.step if self._path is not None else None,
             rollout=self._rollout.description,
             device=_device_name(self._device),
-            notes=(*self._rollout.notes, *self._inputs.notes, *_dispatcher_notes(settings)),
+            notes=(*self._rollout.notes, *self._inputs.notes, *_dispatcher_notes(settings), *_change_notes(settings)),
             settings=describe_settings(settings),
             versions=_versions(),
         )
@@ -325,9 +349,11 @@ class _Run:
         collected = self._collect(step)
         self._memory.look()  # the engine is at its largest; only rank 0 times it
         if isinstance(collected, CutShort):
-            self._save_step_before(step)
-            return None
+            self._stopping = True
+            progress.note(f"step {step}: told to end, and there is no time for the rest of it")
+            collected = None
         if collected is None:
+            self._save_step_before(step)
             return None
         self._require_version(collected, served)
         with timers.phase("drain"):
@@ -349,7 +375,7 @@ class _Run:
             advance=progress.advance,
         )
         counters = _counters(collected)
-        drawn = self._ranks.broadcast(self._sampler.state())
+        drawn = self._ranks.broadcast(self._sampler.state() if self._ranks.first else None)
         if settings.optimizer.lr == 0.0 and self._fixed is None:
             self._fixed = FixedTokens.of(collected)
         fixed = () if self._fixed is None else self._fixed.sequences
@@ -403,11 +429,10 @@ class _Run:
         return told
 
     def _save_step_before(self, step: int) -> None:
-        """End a step in its rollout. The engine is ended first: what it has begun would hold memory, and nobody waits
-        for it. Nothing has changed since the step before, so a checkpoint is as good as one that was written there.
+        """End the run in a step's rollout. The engine is ended first: what it has begun would hold memory, and nobody
+        waits for it. Nothing has changed since the step before, so a checkpoint is as good as one that was written
+        there.
         """
-        self._stopping = True
-        self._progress.note(f"step {step}: told to end, and there is no time for the rest of it")
         try:
             self._rollout.close()
         except WeftpubError as error:  # a step that can be saved is worth the try
@@ -507,6 +532,10 @@ def _dispatcher_notes(settings: Settings) -> tuple[str, ...]:
     return ()
 
 
+def _change_notes(settings: Settings) -> tuple[str, ...]:
+    return tuple(f"resumed with another setting, {words}" for words in changes_of_this_start(settings.out))
+
+
 def _rank_of_launch() -> int:
     """This process's rank before there is a process group."""
     return int(os.environ["RANK"]) if torch.distributed.is_torchelastic_launched() else 0
@@ -528,12 +557,14 @@ def _versions() -> dict[str, str]:
 
 
 def _commit(root: Path) -> str | None:
-    """The checkout's commit, read from its files; None outside of one."""
-    head = root / ".git" / "HEAD"
-    if not head.is_file():
+    """The checkout's commit, with "-dirty" where its files are not what was committed; None outside of one, or without
+    git.
+    """
+    if not (root / ".git").exists():  # a file in a worktree; and one that is further up is somebody else's
         return None
-    text = head.read_text(encoding="utf-8").strip()
-    if not text.startswith("ref: "):
-        return text
-    ref = root / ".git" / text.removeprefix("ref: ")
-    return ref.read_text(encoding="utf-8").strip() if ref.is_file() else None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
