@@ -105,8 +105,6 @@ def _rollout_layout(s: Settings) -> Iterator[str]:
         yield f"rollout.data={rollout.data} needs rollout.dp_attention=true; without it set rollout.data=1"
     if rollout.engine == "sampler" and rollout.sampling.stop:
         yield "rollout.sampling.stop is read by SGLang only; leave it out with rollout.engine='sampler'"
-    if rollout.engine == "sampler" and rollout.sampling.stop:
-        yield "rollout.sampling.stop is read by SGLang only; leave it out with rollout.engine='sampler'"
     if rollout.engine == "sglang" and s.cluster.gpus == 0:
         yield "rollout.engine='sglang' needs a GPU; set rollout.engine='sampler'"
     if rollout.engine == "sglang" and rollout.engines * rollout.tensor != world:

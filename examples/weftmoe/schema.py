@@ -89,7 +89,6 @@ class Data(_Block):
         path: parquet file or folder as published, or the name of a dataset of the `datasets` package.
         split: its split, for a name.
         epochs: how often each prompt is drawn before the run ends, as after its last step; None leaves that to `steps`.
-        epochs: how often each prompt is drawn before the run ends, as after its last step; None leaves that to `steps`.
         max_prompt_tokens: longer prompts are left out, and counted.
         shuffle: draw prompts in an order made from the seed; else as they lie.
         enable_thinking: passed to the chat template.
@@ -149,7 +148,6 @@ class Sampling(_Block):
     Attributes:
         temperature: the trainer's log-probs are of the same temperature.
         top_p: below 1 biases the ratio: the trainer's log-probs are of the whole distribution.
-        stop: texts that end a completion (SGLang only).
         stop: texts that end a completion (SGLang only).
         repeat: draw with the same random numbers at every step: steps on the same prompts (`data.shuffle` false) then
             differ by their weights alone. Needs `train.deterministic`, without which the engine draws its own.
