@@ -38,6 +38,8 @@ GOOD = Facts(
         "megatron-bridge": "0.6.2",
         "torch-memory-saver": "0.0.9.post1",
         "sglang-kernel": "0.4.5",
+        "math-verify": "0.9.1",
+        "pyarrow": "26.0.1",
     },
     limits=Limits(memlock=None, files=1 << 20, shm=64 * GIB, ptrace_scope=1),
     ram=2000 * GIB,
@@ -157,7 +159,7 @@ def test_roles_with_environments_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("role", "lacks"),
     [
-        ("engine", ("emerging-optimizers", "megatron-bridge")),
+        ("engine", ("emerging-optimizers", "megatron-bridge", "math-verify", "pyarrow")),
         ("trainer", ("torch-memory-saver", "sglang-kernel")),
     ],
 )
@@ -179,6 +181,14 @@ def test_sglangs_kernels_are_looked_for_where_there_is_a_gpu() -> None:
     assert levels(packages=without) == {"sglang-kernel": "warn"}
     assert "sglang-kernel==0.4.5" in judged(packages=without)["sglang-kernel"].remedy
     assert "sglang-kernel" not in judged(gpus=(), smi=(), packages=without)
+
+
+@pytest.mark.parametrize("name", ["math-verify", "pyarrow"])
+def test_what_reads_prompts_and_judges_answers_is_looked_for(name: str) -> None:
+    """The doctor knew what was installed of them, and said nothing: a verifier was missed after a whole rollout."""
+    without = {other: version for other, version in GOOD.packages.items() if other != name}
+    assert levels(packages=without) == {name: "warn"}
+    assert "pip install" in judged(packages=without)[name].remedy
 
 
 def test_deepep_is_the_baselines() -> None:

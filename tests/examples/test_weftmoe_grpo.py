@@ -63,10 +63,6 @@ def test_advantages_do_not_depend_on_order(rewards: list[float], shuffle: random
     assert turned == tuple(straight[place] for place in places)
 
 
-def test_clipped_advantages() -> None:
-    assert group_advantages([1.0] + [0.0] * 15, clip=2.0).advantages[0] == 2.0
-
-
 @pytest.mark.parametrize("rewards", [[], [1.0, math.nan], [math.inf]])
 def test_rewards_that_are_no_numbers_are_refused(rewards: list[float]) -> None:
     with pytest.raises(ConfigError):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from weftmoe.report import draw_runs, report, summarize_run
+from weftmoe.report.draw import PANELS
 from weftmoe.telemetry import (
     ByteCheck,
     Counters,
@@ -326,6 +327,20 @@ def test_runs_of_one_variant_are_told_apart_by_their_folders(tmp_path: Path) -> 
     assert [run.name for run in told_apart([runs[0], deeper])] == [
         f"fp8 seed 3, {place}" for place in (tmp_path / "muon", deeper.directory)
     ]
+
+
+def test_a_long_conversation_is_drawn_to_its_end() -> None:
+    """Turns above the fourth were left out of the picture, and nothing said so."""
+    (panel,) = (panel for panel in PANELS if panel.title == "Prompt length up to each turn")
+
+    def shown(turns: int) -> dict[str, float]:
+        one = record(1, prompt_lengths=turn_lengths([[10 * turn for turn in range(1, turns + 1)]]))
+        return {c.label: value for c in panel.curves if (value := c.value(one)) is not None}
+
+    assert shown(1) == {"turn 1": 10}
+    assert shown(3) == {"turn 1": 10, "turn 2": 20, "turn 3": 30}
+    assert shown(4) == {**shown(3), "the last turn, of more than 3": 40}
+    assert shown(7) == {**shown(3), "the last turn, of more than 3": 70}
 
 
 def test_a_run_without_steps_can_be_drawn(tmp_path: Path) -> None:

@@ -28,6 +28,11 @@ _TESTED = {
 # Whose they are, where trainer and engine have environments of their own; what neither names is for both.
 _TRAINER = ("megatron-core", "transformer-engine", "awex", "emerging-optimizers", "megatron-bridge")
 _ENGINE = ("sglang", "torch-memory-saver")
+# What reads prompts and judges answers: how it is installed, and what for.
+_DATA = {
+    "math-verify": ("pip install 'math-verify[antlr4_13_2]'; a smoke works without", "for mathematical answers"),
+    "pyarrow": ("pip install pyarrow, or give prompts as JSON lines", "for parquet files of prompts"),
+}
 # SGLang's kernels, built for the tested torch.
 _KERNELS = "0.4.5"
 
@@ -205,6 +210,9 @@ def _optional(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
         remedy = f"pip install --no-deps sglang-kernel=={_KERNELS}: SGLang's kernels, built for torch {_TESTED_TORCH}"
         level: Level = "ok" if found == _KERNELS else "warn"
         yield Finding("sglang-kernel", level, found or "not installed", _KERNELS, "" if level == "ok" else remedy)
+    for name, (command, use) in _DATA.items() if wanted.role != "engine" else ():
+        found = facts.packages.get(name)
+        yield Finding(name, "ok" if found else "warn", found or "not installed", use, "" if found else command)
     if wanted.variant == "baseline" and facts.gpus:
         found = facts.packages.get("deep-ep")
         remedy = "" if found else "install DeepEP for this torch and CUDA, or add train.dispatcher=alltoall"

@@ -32,9 +32,7 @@ class GroupRewards:
         return self.std > 0.0
 
 
-def group_advantages(
-    rewards: Sequence[float], *, normalize_std: bool = True, epsilon: float = 1e-6, clip: float | None = None
-) -> GroupRewards:
+def group_advantages(rewards: Sequence[float], *, normalize_std: bool = True, epsilon: float = 1e-6) -> GroupRewards:
     """Normalize the rewards of one group.
 
     Sums are `math.fsum`, which rounds once: the result does not depend on the order of the completions.
@@ -60,7 +58,4 @@ def group_advantages(
     mean = math.fsum(rewards) / count
     std = math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / count)
     scale = std + epsilon if normalize_std else 1.0
-    advantages = [(reward - mean) / scale for reward in rewards]
-    if clip is not None:
-        advantages = [max(-clip, min(clip, advantage)) for advantage in advantages]
-    return GroupRewards(mean, std, tuple(advantages))
+    return GroupRewards(mean, std, tuple((reward - mean) / scale for reward in rewards))

@@ -17,6 +17,7 @@ _COLOURS = MappingProxyType({"baseline": "tab:grey", "bf16": "tab:blue", "fp8": 
 _MORE_COLOURS = ("tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:olive", "tab:cyan")
 _STYLES = ("-", "--", ":", "-.")
 _COLUMNS = 4
+_TURNS = len(_STYLES) - 1  # that have a line each
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,12 @@ def _turn(turn: int) -> Callable[[StepRecord], float | None]:
     return lambda record: next((found.mean for found in record.prompt_lengths if found.turn == turn), None)
 
 
+def _last_turn(record: StepRecord) -> float | None:
+    """Of a conversation with more turns than there are lines."""
+    last = max(record.prompt_lengths, key=lambda found: found.turn, default=None)
+    return last.mean if last is not None and last.turn > _TURNS else None
+
+
 PANELS: tuple[Panel, ...] = (
     Panel("Task reward", "mean over completions", (Curve("reward", lambda r: r.reward),)),
     Panel(
@@ -75,7 +82,12 @@ PANELS: tuple[Panel, ...] = (
         ),
     ),
     Panel(
-        "Prompt length up to each turn", "tokens", tuple(Curve(f"turn {turn}", _turn(turn)) for turn in (1, 2, 3, 4))
+        "Prompt length up to each turn",
+        "tokens",
+        (
+            *(Curve(f"turn {turn}", _turn(turn)) for turn in range(1, _TURNS + 1)),
+            Curve(f"the last turn, of more than {_TURNS}", _last_turn),
+        ),
     ),
     Panel(
         "Completion length",
@@ -185,7 +197,7 @@ def _panel(axis: Any, panel: Panel, runs: Sequence[LoggedRun]) -> None:
     for run in runs:
         variant = run.headers[0].variant
         drawn = f"{variant}, {run.label}" if run.label else variant
-        for curve, style in zip(panel.curves, _STYLES, strict=False):
+        for curve, style in zip(panel.curves, _STYLES[: len(panel.curves)], strict=True):
             points = [(r.step, value) for r in run.steps if (value := curve.value(r)) is not None]
             if not points:
                 continue
