@@ -13,11 +13,12 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ratio import FLAT_BOUND, KL_BOUND, Pair, Verdict, kl_checks, kl_kinds, kl_pair
 from result_files import keep, made_anew, notes
 
 TITLES = {
@@ -33,21 +34,33 @@ ABOUT = {
     "script": "`run.sh fp8 --smoke` with the doctor and a model of its own, before anything else was started; then "
     "`weftpub report`.",
     "train": "Rewards are means of the first and last steps of a run; differences are mean |trainer - rollout| "
-    "log-probs of trained tokens, before the update.",
+    "log-probs of trained tokens, before the update. They are flat if their mean over the last third of the steps is "
+    f"at most {FLAT_BOUND} x that over the first, with an interval of two errors, steps being what is drawn: a drift "
+    "would add up over steps. Early runs were asked only whether it doubles.",
     "kl": "Learning rate 1e-6, the same prompts and random numbers in both steps. Runs named `-two` give each token "
     "two of eight experts, as all other runs do: where two experts are nearly equal, trainer and engine may choose "
-    "differently, a few such tokens are most of the KL, and the ratio must not exceed 1.2 by more than twice its "
-    "error. Runs named `-all` give each token all eight: nothing is chosen, and the bound of 1.2 must hold as it is. "
-    "Over several seeds the sums of the KL are compared, by the same rule. In brackets stand standard errors; "
-    "that of a ratio is computed as if the two steps had nothing in common.",
+    "differently, and a few such tokens are most of the KL. Runs named `-all` give each token all eight: nothing is "
+    "chosen. What is drawn are prompts: completions of one prompt share the context of their first tokens, and the "
+    "router's decision there. In round brackets stand standard errors with prompts as draws; in square brackets is "
+    "Fieller's interval of the ratio, two errors to each side, from the covariance of both steps over their prompts. "
+    "If it ends below 1.2 the check is ok, if it begins above 1.2 it failed, and else nothing is shown. The seeds "
+    "together are the ratio of the sums of their KL. All errors are those of drawing other prompts with the same "
+    "weights; what other weights would give, only other seeds say.",
     "frozen": "Eight completions, scored by the engine after each publish; the results are compared bit by bit.",
-    "resume": "Deterministic kernels; sha256 over all published tensors of each step.",
+    "resume": "Deterministic kernels; sha256 over all published tensors of each step. Statistics are float64 numbers "
+    "of a step's record: those before and after the update, the loss among them, sums by prompt, the norm of the "
+    "gradients, the reward.",
     "shared": "FP8 twice, deterministic kernels: experts copied, and experts in place.",
     "two-gpus": "FP8; the first part of a name is the trainer's layout, the second the engine's.",
 }
 
 ADDED = "+"
-ALL_SEEDS = "over all seeds"  # ends the names of such checks
+OLD_ERRORS = (
+    "Runs without an interval are from before prompts were taken for what is drawn: 64 prompts, with 256 completions "
+    "each (`-two`) or 128 (`-all`). The errors that those runs noted took completions for independent draws, were too "
+    "small, and are left out; whether the bound holds, such runs do not show."
+)
+OLD_FLAT, DOUBLES = "log-prob difference flat", "log-prob difference at most doubles, means of first and last steps"
 
 
 def number(value: float | None, form: str) -> str:
@@ -78,11 +91,19 @@ def run_table(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+SHOWN = {"ok": "ok", "FAIL": "**FAILED**", "not shown": "not shown"}
+
+
+def verdict_of(check: Mapping[str, Any]) -> Verdict:
+    """Of a check of any age: earlier ones say only whether they passed."""
+    return check["verdict"] if "verdict" in check else "ok" if check["passed"] else "FAIL"
+
+
 def check_table(checks: dict[str, dict[str, Any]]) -> list[str]:
     lines = ["| check | | found |", "|---|---|---|"]
     for name, check in checks.items():
         found = str(check["detail"]).splitlines()
-        lines.append(f"| {name} | {'ok' if check['passed'] else '**FAILED**'} | {found[-1] if found else ''} |")
+        lines.append(f"| {name} | {SHOWN[verdict_of(check)]} | {found[-1] if found else ''} |")
     return lines
 
 
@@ -118,13 +139,25 @@ class Found:
         """Whether it adds to sections of earlier files."""
         return self.label == ADDED
 
-    def checks(self, section: str) -> dict[str, dict[str, Any]]:
-        """The checks of a section."""
+    def noted(self, section: str) -> dict[str, dict[str, Any]]:
+        """The checks of a section as the run made them."""
         return {key: one for key, one in self.data["checks"].items() if key.split("/")[0].split(":")[0] == section}
+
+    def checks(self, section: str) -> dict[str, dict[str, Any]]:
+        """The checks of a section, by the rules of this page: those of the KL are made anew from the rows, and an
+        earlier, weaker check of the log-prob difference is called what it is."""
+        found = self.noted(section)
+        if section == "kl":
+            found = {key: one for key, one in found.items() if ": KL of step 2" not in key}
+            found |= kl_checks([row for row in self.data["rows"] if row["section"] == section])
+        return {key.replace(OLD_FLAT, DOUBLES): one for key, one in found.items()}
 
 
 def verdict(checks: Collection[dict[str, Any]]) -> str:
-    return f"{len(checks)} checks, {sum(not check['passed'] for check in checks)} failed"
+    """How many there are, and how many of them failed or showed nothing."""
+    each = Counter(verdict_of(check) for check in checks)
+    open_ = f", {each['not shown']} not shown" if each["not shown"] else ""
+    return f"{len(checks)} checks, {each['FAIL']} failed{open_}"
 
 
 def keep_all(found: Sequence[Found], folder: Path) -> dict[int, str]:
@@ -151,81 +184,55 @@ def measured_table(measured: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def together(section: str, found: Sequence[Found]) -> Found:
-    """Runs of one section as if they were one. Checks over all seeds are of one file's seeds: they are made anew, by
-    the rule of single seeds."""
+    """Runs of one section as if they were one; checks over all seeds are then over those of all files."""
     if len(found) == 1:
         return found[0]
     rows = [row for one in found for row in one.data["rows"] if row["section"] == section]
     names = [row["run"] for row in rows]
     if len(set(names)) < len(names):
         raise SystemExit(f"{section}: runs of one name in several files: {', '.join(sorted(names))}")
-    checks = {key: check for one in found for key, check in one.checks(section).items() if not key.endswith(ALL_SEEDS)}
-    for kind, (before, after) in pooled(rows).items() if section == "kl" else ():
-        ratio, error = ratio_of(before, after)
-        detail = f"x {ratio:.3f}, error at most {error:.3f}, {len(kl_kinds(rows)[kind])} seeds"
-        allowed, words = (2 * error, "within its error, ") if kind.endswith("-two") else (0.0, "")
-        checks[f"kl/{kind}: KL of step 2 at most 1.2 x step 1, {words}{ALL_SEEDS}"] = {
-            "passed": ratio - allowed <= 1.2,
-            "detail": detail,
-        }
+    checks = {key: check for one in found for key, check in one.data["checks"].items()}
     return Found({**found[0].data, "rows": rows, "checks": checks}, found[0].label)
 
 
-type Measured = tuple[float, float]  # a value and its standard error
-
-
-def kl_kinds(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Variant and experts a token (fp8-two) to the runs with a KL, one a seed."""
-    kinds: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        if row["kl_1"] and row["kl_2"]:
-            kinds.setdefault(row["run"].removeprefix("kl-").partition("-seed-")[0], []).append(row)
-    return kinds
-
-
-def pooled(rows: Sequence[dict[str, Any]]) -> dict[str, tuple[Measured, Measured]]:
-    """The sums over the seeds of the KL of steps 1 and 2, of what has several seeds."""
-    return {
-        kind: (
-            (sum(row["kl_1"] for row in ran), math.hypot(*(row["kl_1_error"] for row in ran))),
-            (sum(row["kl_2"] for row in ran), math.hypot(*(row["kl_2_error"] for row in ran))),
-        )
-        for kind, ran in kl_kinds(rows).items()
-        if len(ran) > 1
-    }
-
-
-def ratio_of(before: Measured, after: Measured) -> Measured:
-    """The second over the first, with an error as if the two had nothing in common."""
-    ratio = after[0] / before[0]
-    return ratio, ratio * math.hypot(before[1] / before[0], after[1] / after[0])
-
-
-def kl_table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """A line a run, and one for the seeds together where there are several."""
+def kl_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line a run, and one for the seeds together where there are several; what an early run did not know is said."""
     lines = [
         "",
-        "| run | seed | commit | tokens, both steps | KL of step 1, 1e-5 | KL of step 2, 1e-5 | ratio | |",
-        "|---|---|---|---:|---:|---:|---:|---|",
+        "| run | seed | commit | prompts | tokens, both steps | KL of step 1, 1e-5 | KL of step 2, 1e-5 | ratio | |",
+        "|---|---|---|---:|---:|---:|---:|---:|---|",
     ]
-    sums = pooled(rows)
-    for kind, ran in kl_kinds(rows).items():
+    measured = [row for row in rows if row["kl_1"] and row["kl_2"]]
+    for kind, ran in kl_kinds(measured).items():
         for row in sorted(ran, key=lambda row: row["seed"]):
-            steps = (row["kl_1"], row["kl_1_error"]), (row["kl_2"], row["kl_2_error"])
-            lines.append(kl_line([kind, row["seed"], row["commit"][:7], row["trained_tokens"]], *steps, 1))
-        if kind in sums:
-            tokens = sum(row["trained_tokens"] for row in ran)
-            lines.append(kl_line([f"**{kind}**", "all", "", tokens], *sums[kind], len(ran)))
-    return lines
+            lines.append(kl_line([kind, row["seed"], row["commit"][:7]], [row]))
+        if len(ran) > 1:
+            lines.append(kl_line([f"**{kind}**", "all", ""], ran))
+    return lines + ([] if all(kl_pair([row]) for row in measured) else ["", OLD_ERRORS])
 
 
-def kl_line(names: Sequence[Any], before: Measured, after: Measured, seeds: int) -> str:
-    """A line of that table, with the verdict that two errors allow; of several seeds the means are shown."""
-    ratio, error = ratio_of(before, after)
-    shown = (f"{value / seeds * 1e5:.3f} ({spread / seeds * 1e5:.3f})" for value, spread in (before, after))
-    below, above = (ratio + 2 * error <= 1.2, ratio - 2 * error > 1.2)
-    verdict = "below 1.2" if below else "above 1.2" if above else "1.2 lies within two errors"
-    return f"| {' | '.join(map(str, names))} | {' | '.join(shown)} | {ratio:.3f} ({error:.3f}) | {verdict} |"
+def kl_line(names: Sequence[Any], ran: Sequence[Mapping[str, Any]]) -> str:
+    """A line of that table; of several seeds the means are shown."""
+    first, second = (sum(row[step] for row in ran) / len(ran) * 1e5 for step in ("kl_1", "kl_2"))
+    cells = [*names, kl_prompts(ran), sum(row["trained_tokens"] for row in ran)]
+    pair = kl_pair(ran)
+    if pair is None:
+        cells += [f"{first:.3f}", f"{second:.3f}", f"x {second / first:.3f}", "no error is known"]
+    else:
+        errors = (math.sqrt(v) / len(ran) * 1e5 for v in (pair.first_variance, pair.second_variance))
+        cells += [f"{value:.3f} ({error:.3f})" for value, error in zip((first, second), errors, strict=True)]
+        cells += [str(pair), kl_words(pair)]
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def kl_prompts(ran: Sequence[Mapping[str, Any]]) -> str:
+    return str(sum(row["prompts"] for row in ran)) if all("prompts" in row for row in ran) else "-"
+
+
+def kl_words(pair: Pair) -> str:
+    """Where the bound lies."""
+    words = {"ok": f"below {KL_BOUND}", "FAIL": f"above {KL_BOUND}", "not shown": f"{KL_BOUND} lies within"}
+    return words[pair.verdict(KL_BOUND)]
 
 
 def section(name: str, one: Found, earlier: list[str]) -> list[str]:
@@ -285,7 +292,7 @@ def main(page: Path, results: list[str]) -> None:
     for key in ordered:
         before = [place for places in runs[key][:-1] for place in places]
         earlier = [
-            f"- An earlier run, at {found[place].commit} ({verdict(found[place].checks(key[0]).values())}), is in "
+            f"- An earlier run, at {found[place].commit} ({verdict(found[place].noted(key[0]).values())}), is in "
             f"[{names[place]}.json]({folder.name}/{names[place]}.json)."
             for place in before
         ]
