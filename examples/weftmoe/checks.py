@@ -1,11 +1,11 @@
 """What single values cannot tell: settings that exclude each other, refused by name, with the setting that works."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from weftmoe.schema import Publish, Settings
 from weftpub.errors import ConfigError
 
-__all__ = ["ALLOCATOR_VARIABLES", "check", "problems"]
+__all__ = ["ALLOCATOR_VARIABLES", "check", "problems", "unshared_memory"]
 
 # Only a role's env block may set these: a module that did so at import would change other code's memory.
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING")
@@ -19,6 +19,15 @@ def check(settings: Settings) -> None:
     found = list(problems(settings))
     if found:
         raise ConfigError("; ".join(found))
+
+
+def unshared_memory(environment: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    """Variables that choose an allocator whose memory no other process can map: name, value, and which memory that is."""
+    for variable in ALLOCATOR_VARIABLES:
+        value = environment.get(variable, "")
+        for setting, what in _UNSHARED.items():
+            if setting in value.lower().replace(" ", ""):
+                yield variable, value, what
 
 
 def problems(settings: Settings) -> Iterator[str]:
@@ -183,12 +192,9 @@ def _preset(s: Settings) -> Iterator[str]:
 
 def _environment(s: Settings) -> Iterator[str]:
     for name, role in (("trainer", s.roles.trainer), ("engine", s.roles.engine)):
-        for variable in ALLOCATOR_VARIABLES:
-            value = role.env.get(variable, "")
-            words = value.lower().replace(" ", "")
-            for setting, what in _UNSHARED.items():
-                if setting in words and s.publish.path == "weftpub":
-                    yield f"roles.{name}.env.{variable}={value!r}: {what} cannot be shared by CUDA IPC; leave it out"
+        for variable, value, what in unshared_memory(role.env):
+            if s.publish.path == "weftpub":
+                yield f"roles.{name}.env.{variable}={value!r}: {what} cannot be shared by CUDA IPC; leave it out"
     scales = s.roles.trainer.env.get("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "0")
     if s.variant == "fp8" and (scales == "1") != (s.publish.activation_scales == "fp32"):
         yield (

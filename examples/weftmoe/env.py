@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping
 from typing import Literal
 
+from weftmoe.checks import unshared_memory
 from weftmoe.schema import Settings
 from weftpub.errors import ConfigError
 
@@ -51,7 +52,8 @@ def role_environment(settings: Settings, role: RoleName, base: Mapping[str, str]
         base: what to start from; by default this process's environment.
 
     Raises:
-        ConfigError: a variable would have the engine report other log-probabilities than it samples with.
+        ConfigError: a variable would have the engine report other log-probabilities than it samples with, or chooses an
+            allocator whose memory weftpub's other side cannot map.
     """
     environment = dict(os.environ if base is None else base)
     if role == "engine":
@@ -60,6 +62,7 @@ def role_environment(settings: Settings, role: RoleName, base: Mapping[str, str]
     environment.update(_block(settings, role))
     if role == "engine":
         _require_sampled_logprobs(settings, environment)
+    _require_shared_memory(settings, role, environment)
     return environment
 
 
@@ -98,6 +101,17 @@ def _require_sampled_logprobs(settings: Settings, environment: Mapping[str, str]
         raise ConfigError(
             f"{_ORIGINAL_LOGPROB}={found!r}: SGLang would report log-probs at temperature 1 and sample at "
             f"{temperature:g}, where the trainer's log-probs are, too; unset it"
+        )
+
+
+def _require_shared_memory(settings: Settings, role: RoleName, environment: Mapping[str, str]) -> None:
+    """The blocks are checked with the other settings; here it is a variable of some shell."""
+    if settings.cluster.gpus == 0 or settings.publish.path != "weftpub":
+        return
+    for name, value, what in unshared_memory(environment):
+        raise ConfigError(
+            f"{name}={value!r} of this shell: {what} cannot be shared by CUDA IPC, and the {role} would have it; unset "
+            f"it, or set roles.{role}.env.{name}=expandable_segments:False"
         )
 
 

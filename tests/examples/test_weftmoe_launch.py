@@ -216,6 +216,21 @@ def test_an_engine_reports_the_log_probs_that_it_samples_with(
     assert run(*[word for word in options if "temperature" not in word]) == 0, "they are the same at temperature 1"
 
 
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_an_allocator_of_the_shell_is_refused_before_the_start(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the roles' blocks were looked at: a shell's own went through --dry-run and the plan, and its engine came up
+    and then refused to be published to."""
+    monkeypatch.setenv(name, "garbage_collection_threshold:0.8,expandable_segments:True")
+    assert run("fp8", "--dry-run") == 1
+    assert "expandable segments cannot be shared by CUDA IPC" in " ".join(capsys.readouterr().err.split())
+    kept = [f"roles.{role}.env.{name}=expandable_segments:False" for role in ("trainer", "engine")]
+    assert run("fp8", "--dry-run", *kept) == 0, "the blocks say something else"
+    assert run("baseline", "--dry-run") == 0, "whose weights SGLang takes by itself"
+    assert run("fp8", "--smoke", "--gpus", "0", "--dry-run") == 0
+
+
 # Environments.
 
 
