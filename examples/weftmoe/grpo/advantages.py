@@ -41,7 +41,6 @@ def group_advantages(rewards: Sequence[float], *, normalize_std: bool = True, ep
         rewards: finite, one per completion.
         normalize_std: divide by the standard deviation; False leaves ``r - mean`` (Dr. GRPO, arXiv 2503.20783).
         epsilon: added to the standard deviation.
-        clip: largest absolute advantage; None for no limit.
 
     Raises:
         ConfigError: the group is empty or a reward is not finite.
