@@ -6,18 +6,22 @@ import errno
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 from contextlib import ExitStack
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 from weftmoe import settings as composed
 from weftmoe import train, worker
@@ -135,6 +139,46 @@ def test_a_missing_package_is_named_before_anything_starts(
     assert run("fp8", "--smoke", "--gpus", "0", "--out", "run", override, "--dry-run") == 0
 
 
+# The README's commands.
+
+
+def readme_commands() -> list[list[str]]:
+    lines = re.findall(r"^(?:\S*/)?run\.sh ([^`\n]*)$", README.read_text(), re.MULTILINE)
+    found = [shlex.split(line, comments=True) for line in lines]
+    assert len(found) > 8
+    return found
+
+
+def test_the_readmes_commands_say_something(capsys: pytest.CaptureFixture[str]) -> None:
+    """ "What else people change" was what they have anyway, and the second command had no folder of its own."""
+
+    def printed(words: list[str]) -> str:
+        known = ["qwen3-30b-a3b" if word.startswith("/models/") else word for word in words if word != "--print"]
+        gpus = ["--gpus", "1"] if "--smoke" in words else []
+        assert run(*known, *gpus, "--print") == 0, words
+        return capsys.readouterr().out
+
+    folders = []
+    for words in readme_commands():
+        whole = printed(words)
+        for word in words:
+            if "=" in word and not word.startswith("--"):
+                assert printed([one for one in words if one != word]) != whole, word
+        if "--print" not in words:
+            folders.append(words[words.index("--out") + 1])
+    assert len(folders) == len(set(folders)), folders
+
+
+@pytest.mark.skipif(find_spec("megatron.bridge") is None, reason="no Megatron-Bridge here")
+def test_optional_packages_are_those_that_the_set_allows() -> None:
+    """`pip install wandb` brought a release that Megatron-Bridge does not take."""
+    (pins,) = re.findall(r"pip install (wandb\S*) (datasets\S*)", README.read_text())
+    wanted = [Requirement(line) for line in metadata.requires("megatron-bridge") or ()]
+    for pin in map(Requirement, pins):
+        (release,) = [spec.version for spec in pin.specifier]
+        assert all(one.specifier.contains(release) for one in wanted if one.name == pin.name), pin
+
+
 # A run that does not fit.
 
 
@@ -176,8 +220,8 @@ def remedies() -> list[str]:
     return sorted(names)
 
 
-# It is looked at, and is a lower bound that stays.
-LOOKED_AT = {"publish.activation_scales", "length.total"}
+# One is looked at, one is a lower bound that stays, and one ends a run before it has saved anything.
+LOOKED_AT = {"publish.activation_scales", "length.total", "data.max_prompt_tokens"}
 
 
 def test_what_the_readme_names_as_a_remedy_may_change() -> None:
