@@ -12,6 +12,7 @@ before-1, ...    what runs wrote that were given up: a start with `checkpoint.re
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,7 @@ def claim(settings: Settings, node_rank: int = 0) -> int | None:
     lock = _lock(settings.out / "run.lock")
     try:
         changed = _require_same(settings, path)
+        _remove_unfinished(settings.out / "checkpoints")
         if not settings.checkpoint.resume:
             _set_aside(settings.out)
         for note in (stopped_path(settings.out), going_path(settings.out), _changed_path(settings.out)):
@@ -233,9 +235,18 @@ def _set_aside(out: Path) -> None:
         path.rename(folder / path.name)
 
 
+def _remove_unfinished(checkpoints: Path) -> None:
+    """What a run left that was killed while it saved a checkpoint, or removed an old one: nobody else would ever remove
+    it, unless it saved the same step again.
+    """
+    removed = [path for path in checkpoints.glob("step-*") if not (path / "loop.json").exists()]
+    for path in (*checkpoints.glob(".step-*.part"), *removed):
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def _began(out: Path) -> bool:
-    """Whether a checkpoint lies there: without one, nothing is resumed."""
-    return any((out / "checkpoints").glob("step-*"))
+    """Whether a whole checkpoint lies there: without one, nothing is resumed."""
+    return any((out / "checkpoints").glob("step-*/loop.json"))
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -446,7 +446,7 @@ def test_a_run_is_resumed_as_what_it_was_begun(tmp_path: Path) -> None:
 
     os.close(begun())
     os.close(begun("optimizer.lr=2e-4"))  # nothing was saved yet, so nothing is resumed
-    (tmp_path / "checkpoints" / "step-000010").mkdir(parents=True)
+    checkpoint(tmp_path, 10)
     os.close(begun("optimizer.lr=2e-4", "steps=99", "telemetry.wandb=offline", "checkpoint.save=5"))
     os.close(begun("optimizer.lr=2e-4", "publish.experts=shared"))
     with pytest.raises(ConfigError, match=r"optimizer\.lr: 0\.0002 -> 0\.0003; seed: 1234 -> 5\. Resume it"):
@@ -466,7 +466,7 @@ def test_a_run_that_starts_anew_sets_aside_what_was_there(tmp_path: Path) -> Non
         os.close(lock)
 
     for times in (1, 2):
-        (tmp_path / "checkpoints" / f"step-0000{times}0").mkdir(parents=True)
+        checkpoint(tmp_path, 10 * times)
         (tmp_path / "steps.jsonl").write_text("{}\n", encoding="utf-8")
         start()
         assert (tmp_path / "steps.jsonl").exists(), "a resumed run keeps what is there"

@@ -210,6 +210,13 @@ def resumed(out: Path, *overrides: str, variant: str = "fp8") -> None:
     os.close(lock)
 
 
+def checkpoint(out: Path, step: int) -> Path:
+    path = out / "checkpoints" / f"step-{step:06d}"
+    (path / "trainer").mkdir(parents=True)
+    (path / "loop.json").touch()
+    return path
+
+
 def remedies() -> list[str]:
     """Settings that the README's table of troubles tells people to change."""
     table = README.read_text().partition("## When something is wrong")[2].partition("\n## ")[0]
@@ -264,7 +271,7 @@ def test_what_the_readme_names_as_a_remedy_may_change() -> None:
     ],
 )
 def test_how_a_run_goes_may_change_and_is_said(tmp_path: Path, override: str) -> None:
-    (tmp_path / "checkpoints" / "step-000010").mkdir(parents=True)
+    checkpoint(tmp_path, 10)
     resumed(tmp_path)
     assert changes_of_this_start(tmp_path) == ()
     resumed(tmp_path, override, "steps=99")
@@ -289,10 +296,28 @@ def test_how_a_run_goes_may_change_and_is_said(tmp_path: Path, override: str) ->
     ],
 )
 def test_what_is_learned_may_not_change(tmp_path: Path, override: str) -> None:
-    (tmp_path / "checkpoints" / "step-000010").mkdir(parents=True)
+    checkpoint(tmp_path, 10)
     resumed(tmp_path)
     with pytest.raises(ConfigError, match=f"holds a run with other settings: {re.escape(override.partition('=')[0])}:"):
         resumed(tmp_path, override)
+
+
+def test_a_start_removes_what_a_killed_save_has_left(tmp_path: Path) -> None:
+    """A run was killed while it saved step 40, and went on from step 30 to another end: 300 GB of a part lay there for
+    good.
+    """
+    kept = checkpoint(tmp_path, 30)
+    half_removed = checkpoint(tmp_path, 20)
+    (half_removed / "loop.json").unlink()
+    part = tmp_path / "checkpoints" / ".step-000040.part"
+    (part / "trainer").mkdir(parents=True)
+    (part / "trainer" / "__0_0.distcp").write_bytes(b"x")
+    (part / "loop.json").touch()
+    resumed(tmp_path)
+    assert list((tmp_path / "checkpoints").iterdir()) == [kept]
+    part.mkdir()
+    resumed(tmp_path, "checkpoint.resume=false")
+    assert [path.name for path in (tmp_path / "before-1" / "checkpoints").iterdir()] == [kept.name]
 
 
 def test_every_key_that_may_change_is_one() -> None:

@@ -1,6 +1,7 @@
 """`weftpub plan`: bytes are those of the real stores, masters, slots and engine layouts; what cannot run is refused."""
 
 import json
+import re
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -319,6 +320,29 @@ def test_the_commands_json_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert (baseline["fits"], fp8["fits"]) == (False, True)
     assert baseline["problems"]
     assert baseline["remedies"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--model", "qwen3.5-122b-a10b", "--variant", "baseline"),
+        ("--model", "qwen3.5-122b-a10b", "--variant", "fp8", "--gpu-memory", "120"),
+        ("--model", "qwen3-30b-a3b", "--variant", "fp8", "--gpu-memory", "60", "--logit-chunk", "0"),
+    ],
+)
+def test_what_would_fit_can_be_typed(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*arguments) == 1
+    said = capsys.readouterr().out.partition("it fits with")[2]
+    remedies = re.findall(r"\(([^()]*)\)", said)
+    assert remedies, said
+    for remedy in remedies:
+        words = remedy.split()
+        rest = list(arguments)
+        if "--variant" in words:
+            del rest[rest.index("--variant") : rest.index("--variant") + 2]
+        if "--logit-chunk" in words and "--logit-chunk" in rest:
+            del rest[rest.index("--logit-chunk") : rest.index("--logit-chunk") + 2]
+        assert run(*rest, *words) == 0, remedy
 
 
 def test_the_command_refuses_in_one_message(capsys: pytest.CaptureFixture[str]) -> None:
