@@ -1,6 +1,6 @@
 """The smoke run on one GPU or two: variants x seeds, learning rate 0, and a run that is killed and resumed.
 
-    python tests/gpu/weftmoe_smoke.py --out OUT [--only script,train,kl,frozen,resume,shared,two-gpus]
+    python tests/gpu/weftmoe_smoke.py --out OUT [--only script,train,kl,frozen,resume,shared,two-gpus,two-nodes]
         [--variants baseline,bf16,fp8] [--optimizer muon] [--seeds 1,2,3] [--steps 50] [--side-by-side 3]
         [--seconds 560] [--work DIR] [--cpu] [--tiny]
 
@@ -30,6 +30,10 @@ that showed nothing either way is no failure. Models, checkpoints and runs lie u
               a GPU; the baseline, whose ranks gather whole tensors for SGLang's own update: the same trainers, rollout
               EP2, once with attention data parallel. Nothing compares its bytes there: weights of one version before
               would show in the log-probs (left out unless asked for)
+    two-nodes baseline, bf16 and fp8 on two nodes of one GPU each, for which this machine's first two stand: run.sh for
+              each, which sees its own GPU alone. One engine a node, receivers of the second on TCP with keys. One
+              version on both, all bytes checked; fp8 once more, told to end after a step and resumed: the same bytes at
+              each step as without (left out unless asked for)
 
 Runs are processes of their own, `--side-by-side` at a time, those of all sections together. A run that takes longer
 than `--limit`, or that is under way when `--seconds` are over, is ended; its steps count, and a check says so. To try
@@ -49,7 +53,7 @@ import sys
 import tarfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -103,7 +107,9 @@ BASELINE_TWO_GPUS = {
 
 @dataclass(frozen=True)
 class Run:
-    """One run to start; `script` are the arguments of run.sh, for one that is started through it."""
+    """One run to start; `script` are the arguments of run.sh, for one that is started through it. With `nodes` that is
+    done once for each, which this machine's GPUs are.
+    """
 
     name: str
     settings: Settings
@@ -111,6 +117,7 @@ class Run:
     kill_after_step: int | None = None
     tell_after_step: int | None = None
     ranks: int = 1
+    nodes: int = 1
 
 
 @dataclass(frozen=True)
@@ -284,6 +291,8 @@ class Room:
             out = run.settings.out
             out.mkdir(parents=True, exist_ok=True)
             command, environment = self._command(run)
+            if run.nodes > 1:
+                command = [sys.executable, str(Path(__file__).with_name("weftmoe_nodes.py")), str(run.nodes), *command]
             began = time.monotonic()
             with (out / "output.txt").open("ab") as output:
                 process = subprocess.Popen(
@@ -615,8 +624,8 @@ def section_two_gpus(room: Room, report: Report) -> None:
     options = room.options
     two: tuple[str, ...] = ("cluster.gpus=2", "train.expert=2", "rollout.tensor=2")
     layouts = {"fp8": TWO_GPUS, "baseline": BASELINE_TWO_GPUS}
-    if options.cpu:  # ranks without GPUs count as nodes; the sampler holds a whole model; tensor parallel needs TE
-        two = ("cluster.nodes=2", "train.expert=2")
+    if options.cpu:  # the sampler holds a whole model; tensor parallel needs TE
+        two = ("cluster.cpu_ranks=2", "train.expert=2")
         layouts = {"fp8": {"dp2": ()}, "baseline": {"baseline-dp2": (BUCKETS,)}}
     steps = min(options.steps, 10)
     runs = [
@@ -637,6 +646,62 @@ def section_two_gpus(room: Room, report: Report) -> None:
             _check_control(report, name, room.work / "runs" / ended.run.name)
 
 
+def section_two_nodes(room: Room, report: Report) -> None:
+    options = room.options
+    steps, seed = min(options.steps, 10), options.seeds[0]
+
+    def named(name: str, variant: str, *more: str, deterministic: bool = False, tell: int | None = None) -> Run:
+        two = ("cluster.nodes=2", "rollout.engines=2", BUCKETS, *more)
+        settings = room.settings(name, variant, seed, steps, *two, deterministic=deterministic)
+        return Run(name, settings, script=_script(settings, 2), tell_after_step=tell, nodes=2)
+
+    runs = [named(f"two-nodes-{variant}", variant) for variant in options.variants]
+    rarely = ("checkpoint.save=100", "checkpoint.grace=120")
+    again = "fp8" in options.variants
+    if again:
+        told = named("two-nodes-told", "fp8", *rarely, deterministic=True, tell=1)
+        runs += [named("two-nodes-unbroken", "fp8", *rarely, deterministic=True), told]
+    found = room.run_all(runs)
+    for ended in found:
+        row = report.row("two-nodes", ended)
+        if row is None:
+            continue
+        name = f"two-nodes/{ended.run.name}"
+        _check_versions(report, name, row)
+        apart = row.difference_last
+        report.check(f"{name}: trainer and engines agree", apart is not None and apart < 0.02, f"{apart} nats a token")
+        header = ended.log.headers[0].rollout if ended.log is not None and ended.log.headers else ""
+        report.check(f"{name}: an engine on each node", header.startswith("2 nodes: "), header)
+        if row.variant == "baseline" and not options.tiny:
+            _check_control(report, name, room.work / "runs" / ended.run.name)
+    if again:
+        unbroken, ended = found[-2:]
+        left = max((s.step for s in ended.log.steps), default=0) if ended.log is not None else 0
+        later = room.run(Run("two-nodes-resumed", ended.run.settings, script=ended.run.script, nodes=2))
+        report.row("two-nodes", later)
+        detail = f"told after step 1, ended after {left}"
+        _check_same_bytes(report, "two-nodes: the same bytes after it was told", unbroken, later, steps, detail)
+
+
+def _script(settings: Settings, nodes: int) -> tuple[str, ...]:
+    """Arguments of run.sh for resolved settings, whatever they are: all of them, as overrides. The place of each node
+    is added where it is started.
+    """
+    plain = settings.model_dump(mode="json")
+    kept = {name: value for name, value in plain.items() if name not in ("variant", "cluster")}
+    overrides = [f"{key}={json.dumps(value)}" for key, value in _leaves(kept)]
+    place = ("--nodes", str(nodes), "--gpus", str(settings.cluster.gpus), "--optimizer", settings.optimizer.name)
+    return (settings.variant, "--smoke", "--no-doctor", *place, *overrides)
+
+
+def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        elif not isinstance(value, dict):
+            yield prefix + key, value
+
+
 SECTIONS = {
     "script": section_script,
     "train": section_train,
@@ -645,6 +710,7 @@ SECTIONS = {
     "resume": section_resume,
     "shared": section_shared,
     "two-gpus": section_two_gpus,
+    "two-nodes": section_two_nodes,
 }
 
 

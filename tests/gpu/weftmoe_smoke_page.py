@@ -29,6 +29,7 @@ TITLES = {
     "resume": "Killed or told to end, and resumed",
     "shared": "Experts in memory that trainer and engine both map",
     "two-gpus": "Two GPUs",
+    "two-nodes": "Two nodes",
 }
 ABOUT = {
     "script": "`run.sh fp8 --smoke` with the doctor and a model of its own, before anything else was started; then "
@@ -52,6 +53,9 @@ ABOUT = {
     "gradients, the reward.",
     "shared": "FP8 twice, deterministic kernels: experts copied, and experts in place.",
     "two-gpus": "FP8; the first part of a name is the trainer's layout, the second the engine's.",
+    "two-nodes": "Two GPUs of one machine stand for two nodes of one GPU each: `run.sh --nodes 2` for each, which sees its "
+    "own GPU alone, with an engine of its own. FP8 is also told to end after a step, and resumed, with deterministic "
+    "kernels.",
 }
 
 ADDED = "+"

@@ -41,6 +41,7 @@ __all__ = ["SglangRollout", "engine_arguments", "engine_directory"]
 
 _ENGINE = "sglang"
 _TAGS = ("kv_cache", "weights")
+_FIRST_PORT, _PORTS = 30000, 20  # SGLang's own, and what it takes from there on
 _LINKED = ("*.json", "*.jinja", "*.txt", "*.model")
 
 
@@ -107,7 +108,7 @@ class SglangRollout:
         return ()
 
     def start(self) -> None:
-        """Start the engines; with weftpub their receivers too. On return they are at rest, and their memory released."""
+        """Start the engines; with weftpub their receivers too. On return they are at rest, their memory released."""
         self._work.mkdir(parents=True, exist_ok=True)
         self._fleet.act("start of the engine", self._start_engine, self._settings.rollout.ready_timeout)
         if not self._native:
@@ -403,6 +404,9 @@ def engine_arguments(
         arguments["moe_a2a_backend"] = rollout.moe_a2a
     if rollout.dp_attention:
         arguments |= {"enable_dp_attention": True, "dp_size": rollout.data}
+    if engine:
+        # From which SGLang counts ports with DP attention: "nodes" that are tried on one machine must not meet.
+        arguments["port"] = _FIRST_PORT + _PORTS * (engine % 100)
     if rollout.attention_backend is not None:
         arguments["attention_backend"] = rollout.attention_backend
     if not rollout.cuda_graph:
