@@ -53,9 +53,9 @@ ABOUT = {
     "gradients, the reward.",
     "shared": "FP8 twice, deterministic kernels: experts copied, and experts in place.",
     "two-gpus": "FP8; the first part of a name is the trainer's layout, the second the engine's.",
-    "two-nodes": "Two GPUs of one machine stand for two nodes of one GPU each: `run.sh --nodes 2` for each, which sees its "
-    "own GPU alone, with an engine of its own. FP8 is also told to end after a step, and resumed, with deterministic "
-    "kernels.",
+    "two-nodes": "Two GPUs of one machine stand for two nodes of one GPU each: `run.sh --nodes 2` for each, which sees "
+    "its own GPU alone, with an engine of its own. FP8 is also told to end after a step, and resumed, with "
+    "deterministic kernels.",
 }
 
 ADDED = "+"
