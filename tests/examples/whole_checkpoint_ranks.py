@@ -120,6 +120,7 @@ def gathered(name: str, case: Case, rank: int, folder: Path) -> dict[str, str]:
     gather.run(mapping.one_by_one(), pack, lambda _: None, delivery=WAIT_S)
     # Without the comparison, whose checksum in plain torch takes sixteen times what it sums.
     gather = BucketGather(buckets, TorchGroup(run_id=f"{name}-again"), device, seconds=WAIT_S)
+    mapping.release()
     with LiveBytes() as live:
         gather.run(mapping.one_by_one(), lambda *_: "", lambda _: None, delivery=WAIT_S)
     largest = max(bucket.nbytes for bucket in buckets)
