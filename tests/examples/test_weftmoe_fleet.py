@@ -5,6 +5,7 @@ listen. Ranks are threads over one store, as torch's would be shared by processe
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -139,9 +140,22 @@ def test_a_node_that_falls_silent_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         ranks[0].generate(requests(4), answered, 3600.0)
 
 
-def test_a_slow_node_that_is_heard_is_waited_for_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_BEAT_S", 0.05)
-    ranks, _ = fleets(2, 1, monkeypatch, wait=1.0)
+def test_a_node_that_is_heard_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, store = SimpleNamespace(now=0.0), StoreMail(Shared())
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    beat, heard = module._Beat("beat"), module._Heard(10.0)
+    for clock.now in (0.0, 8.0, 16.0, 24.0):
+        beat.sound(store)
+        heard.look(store, "beat", "rank 1")
+    for clock.now in (24.5, 33.0):
+        heard.look(store, "beat", "rank 1")
+    clock.now = 34.5
+    with pytest.raises(DeadlineError, match="rank 1: nothing was heard of it for 10 s"):
+        heard.look(store, "beat", "rank 1")
+
+
+def test_a_slow_node_is_waited_for_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, _ = fleets(2, 1, monkeypatch)
     over = threading.Event()
 
     def answer(rank: int) -> Any:
@@ -151,7 +165,7 @@ def test_a_slow_node_that_is_heard_is_waited_for_until_the_deadline(monkeypatch:
         if one.place.rank:
             return one.attend(answer(1))
         try:
-            return one.generate(requests(4), answered, 1.5)  # longer than the silence that is allowed
+            return one.generate(requests(4), answered, 0.3)
         finally:
             one.dismiss()
 
