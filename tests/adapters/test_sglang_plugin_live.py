@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from weftpub.errors import ConfigError, DeadlineError, StateError, TornError
@@ -334,6 +335,24 @@ def test_workers_that_act_at_different_steps_are_refused_before_they_wait_for_ea
     assert message.startswith(f"SGLang's {setting} cannot be published to")
 
 
+@pytest.mark.parametrize("named", ["dp_rank", "attn_dp_rank"])
+def test_data_parallel_groups_draw_random_numbers_of_their_own(monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+    """An engine with data-parallel attention over two groups was asked for four completions of one prompt: the first
+    two came out equal, token by token, and so did the others. A group of GRPO's was half of what it seemed to be."""
+
+    def drawn(group: int) -> list[int]:
+        parallel = SimpleNamespace(**{"dp_rank": None, "attn_dp_rank": 0, named: group})
+        monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: parallel)
+        scheduler = SimpleNamespace(random_seed=7)
+        assert hooks._draw_apart(lambda one: torch.manual_seed(one.random_seed) and "made", scheduler) == "made"
+        return torch.multinomial(torch.ones(4, 1000), 1).flatten().tolist()
+
+    with torch.random.fork_rng(devices=[]):
+        first, second, again = drawn(0), drawn(1), drawn(1)
+    assert first != second
+    assert second == again, "workers of one group sample alike"
+
+
 def test_workers_that_read_different_settings_do_not_start(
     scheduler: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -414,7 +433,6 @@ def test_a_worker_tells_what_is_missing(scheduler: Any, monkeypatch: pytest.Monk
     """SGLang swallows what a plugin raises: here no hook was applied, and the allocator cannot release memory. It was
     taken for one that can where the variable was written with a blank, which torch passes over.
     """
-    import torch
 
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64, expandable_segments: True")
     faults = faults_of(scheduler, torch.device("cuda"))

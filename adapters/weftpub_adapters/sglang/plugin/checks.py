@@ -27,6 +27,7 @@ HOOKED = {
     "continue": "sglang.srt.managers.scheduler.Scheduler.continue_generation",
     "load": "sglang.srt.model_executor.model_runner.ModelRunner.load_model",
     "rest": "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine",
+    "draw": "sglang.srt.managers.scheduler.Scheduler.init_model_worker",
     "flush": "sglang.srt.managers.scheduler_components.flush_wrapper.SchedulerFlushWrapper.handle",
 }
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")

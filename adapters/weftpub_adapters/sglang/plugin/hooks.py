@@ -10,8 +10,8 @@ The first two only name the folder in which `receivers.json` says what is asked 
 resume of memory, which take the weights away, and are answered when all workers are done; the flush of the cache, which
 all workers do or none; `continue_generation`, which a worker that may not serve does not obey: its requests wait; and
 the idle turns of a paused scheduler, in which requests that wait for their grammar go on to wait for the scheduler.
-Without a receiver every hook passes through, but for one thing that an engine needs in any case: memory is unmapped
-when the GPU is done with it.
+Without a receiver every hook passes through, but for two things that an engine needs in any case: memory is unmapped
+when the GPU is done with it, and groups of data-parallel attention draw random numbers of their own.
 """
 
 import logging
@@ -120,6 +120,23 @@ class _SettledSaver:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._saver, name)
+
+
+def _draw_apart(original: Callable[..., Any], scheduler: Any) -> Any:
+    """Data-parallel groups of workers draw different random numbers.
+
+    SGLang seeds all of them alike, and deals requests to them in turn: completions of one prompt, in as many groups at
+    the same place of their batches, met the same random numbers and came out equal, token by token. Workers of one
+    group sample each for itself, and stay alike. Requests with seeds of their own are not concerned.
+    """
+    output = original(scheduler)
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    group = parallel.attn_dp_rank if parallel.dp_rank is None else parallel.dp_rank
+    if group:
+        torch.manual_seed(scheduler.random_seed + group)
+    return output
 
 
 def _release(original: Callable[..., Any], updater: Any, request: Any) -> Any:
@@ -242,5 +259,6 @@ _HOOKS: dict[str, Callable[..., Any]] = {
     "continue": _continue,
     "load": share_on_load,
     "rest": _rest,
+    "draw": _draw_apart,
     "flush": _flush,
 }
