@@ -78,14 +78,15 @@ def launch(
         print(" ".join(command))
         return
     require_driven(settings)
-    _check_data(settings)
-    _check_packages(settings)
+    if node_rank == 0:  # whose first rank draws, judges and keeps the log for all
+        _check_data(settings)
+        _check_packages(settings)
     if settings.publish.experts == "shared":
         _check_sharing(settings)
     if not settings.smoke.enabled:
         _check_host(settings, ignore=ignore_plan)
     claim(settings, node_rank)
-    for words in changes_of_this_start(settings.out):
+    for words in changes_of_this_start(settings.out) if node_rank == 0 else ():
         print(f"weftmoe: resumed with another setting, {words}", flush=True)
     _become(command, environment)
 

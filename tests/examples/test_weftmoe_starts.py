@@ -132,6 +132,7 @@ def test_a_missing_package_is_named_before_anything_starts(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.parquet").touch()
     monkeypatch.setitem(sys.modules, package, None)  # as where it is not installed
+    monkeypatch.setattr("weftmoe.launch._become", lambda *_: pytest.fail("it was started"))
     assert run("fp8", "--smoke", "--gpus", "0", "--out", "run", override) == 1
     assert message in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "run").exists()
