@@ -13,6 +13,7 @@ from weftmoe.report.draw import PANELS
 from weftmoe.telemetry import (
     ByteCheck,
     Counters,
+    KlByPrompt,
     ModelShape,
     PhaseProgress,
     RunHeader,
@@ -284,6 +285,28 @@ def test_a_summary_by_hand(tmp_path: Path) -> None:
     assert row.rejected_tokens == 30
     assert row.seconds["rollout"] == 16.0
     assert row.trained_tokens == 600
+
+
+def test_memory_of_all_processes_and_passes_that_train_nothing_are_drawn_and_summarized(tmp_path: Path) -> None:
+    """The panel of the GPU's memory showed one process of two, and the timers' panel called a measurement training."""
+    used = {"peak": 2 * 2**30, "offloaded": 2**30, "device_used": 70 * 2**30}
+    spent = {"train": 2.0, "score": 0.25, "measure": 0.5}
+    steps = [record(1, memory=used, seconds=spent), record(2, seconds={"train": 2.0})]
+    curves = {curve.label: [curve.value(one) for one in steps] for panel in PANELS for curve in panel.curves}
+    assert curves["in use on a GPU, all processes, most of all ranks"] == [70.0, None]
+    assert curves["trainer's allocator on rank 0, peak"] == [2.0, 1.0]
+    assert curves["passes that train nothing"] == [0.75, None]
+    row = summarize_run(read_log(logged(tmp_path, header(), *steps)))
+    assert (row.device_memory, row.peak_memory) == (70 * 2**30, 2 * 2**30)
+    assert (row.seconds["score"], row.seconds["measure"]) == (0.25, 0.5)
+
+
+def test_sums_by_prompt_are_kept_to_the_last_bit_and_are_no_curves(tmp_path: Path) -> None:
+    one = record(1, by_prompt=KlByPrompt(kl=(0.1 + 0.2, 1e-300), tokens=(3, 4)))
+    (found,) = read_log(logged(tmp_path, header(), one)).steps
+    assert found.by_prompt == one.by_prompt
+    assert not [name for name, _ in one.scalars() if "by_prompt" in name]
+    assert read_log(logged(tmp_path / "b", header(), record(1))).steps[0].by_prompt == KlByPrompt()
 
 
 def test_a_summary_shows_what_is_wrong(tmp_path: Path) -> None:
