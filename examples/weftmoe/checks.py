@@ -22,7 +22,7 @@ def check(settings: Settings) -> None:
 
 
 def unshared_memory(environment: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-    """Variables that choose an allocator whose memory no other process can map: name, value, and which memory that is."""
+    """Variables that choose an allocator whose memory no other process can map: name, value, and which memory it is."""
     for variable in ALLOCATOR_VARIABLES:
         value = environment.get(variable, "")
         for setting, what in _UNSHARED.items():
