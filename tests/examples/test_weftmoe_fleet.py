@@ -85,7 +85,7 @@ def rolled_out(ranks: list[Fleet], asked: Sequence[list[Request]], answer: Any =
 
     def run(one: Fleet) -> Any:
         if one.place.rank:
-            return one.attend(answer(one.place.rank))
+            return one.attend(answer(one.place.rank), LIMIT_S)
         try:
             return [one.generate(some, answer(0), LIMIT_S) for some in asked]
         finally:
@@ -163,7 +163,7 @@ def test_a_slow_node_is_waited_for_until_the_deadline(monkeypatch: pytest.Monkey
 
     def run(one: Fleet) -> Any:
         if one.place.rank:
-            return one.attend(answer(1))
+            return one.attend(answer(1), LIMIT_S)
         try:
             return one.generate(requests(4), answered, 0.3)
         finally:
@@ -173,6 +173,19 @@ def test_a_slow_node_is_waited_for_until_the_deadline(monkeypatch: pytest.Monkey
     over.set()
     assert "its share of the completions did not come in time" in str(found[0])
     assert found[1] is None, "it is dismissed, whatever its engine still does"
+
+
+def test_a_rank_0_that_says_nothing_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, _ = fleets(2, 1, monkeypatch)
+    with pytest.raises(DeadlineError, match="rank 0: it neither asked for completions nor went on"):
+        ranks[1].attend(answered, 0.1)
+
+    def gone(*_: Any) -> None:
+        raise RuntimeError("Connection reset by peer")
+
+    monkeypatch.setattr(StoreMail, "arrived", gone)
+    with pytest.raises(ChannelError, match="rank 0: the store .* failed: Connection reset by peer"):
+        ranks[1].attend(answered, LIMIT_S)
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

@@ -188,7 +188,7 @@ class Looped:
         made._sampler = SimpleNamespace(state=dict)
         made._memory = SimpleNamespace(look=lambda: None, take=lambda ranks: {})
         made._sinks = SimpleNamespace(write=lambda record: None)
-        nothing: dict[str, Any] = {name: lambda: None for name in ("drain", "release", "attend", "dismiss")}
+        nothing: dict[str, Any] = {name: lambda *_: None for name in ("drain", "release", "attend", "dismiss")}
         made._rollout = SimpleNamespace(**nothing, close=self._close)
         made._trainer = SimpleNamespace(reload=lambda: self.note("reload"), rank=rank)
         made._collector = SimpleNamespace(collect=self._collect)

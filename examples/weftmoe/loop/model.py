@@ -22,7 +22,7 @@ from weftpub_adapters.megatron import (
 )
 from weftpub_demo import cpu_megatron
 
-__all__ = ["build_model", "config_fields", "initialize", "join_world", "prepare_process"]
+__all__ = ["build_model", "config_fields", "initialize", "join_world", "longest_wait", "prepare_process"]
 
 # A checkpoint of some hundred gigabytes is downloaded by rank 0, which the others wait for.
 _DOWNLOAD_S = 4 * 3600.0
@@ -83,12 +83,12 @@ def join_world(settings: Settings, device: torch.device) -> None:
         return
     backend = "gloo" if device.type == "cpu" else "nccl" if settings.cluster.world == 1 else "cpu:gloo,cuda:nccl"
     if dist.is_torchelastic_launched():
-        dist.init_process_group(backend, timeout=_longest_wait(settings))
+        dist.init_process_group(backend, timeout=longest_wait(settings))
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
-def _longest_wait(settings: Settings) -> timedelta:
+def longest_wait(settings: Settings) -> timedelta:
     """For rank 0's files, or for it to draw and judge all completions of a step, in as many rounds as it may take."""
     algorithm, reward = settings.algorithm, settings.reward
     rounds = 1 + (algorithm.max_resamples if algorithm.dynamic_sampling else 0)

@@ -30,7 +30,7 @@ from weftmoe.loop.collect import Collected, Collector
 from weftmoe.loop.engines import make_rollout
 from weftmoe.loop.inputs import MADE, Inputs, await_file, find_inputs
 from weftmoe.loop.memory import DeviceMemory, allocator_memory
-from weftmoe.loop.model import join_world, prepare_process
+from weftmoe.loop.model import join_world, longest_wait, prepare_process
 from weftmoe.loop.prompts import encode_prompts, load_tokenizer, stop_tokens
 from weftmoe.loop.ranks import Place, Ranks
 from weftmoe.loop.shape import shape_of
@@ -420,7 +420,7 @@ class _Run:
                 told, error = as_data(raised), raised
             self._rollout.dismiss()
         else:
-            self._rollout.attend()
+            self._rollout.attend(longest_wait(self._settings).total_seconds())
         told = self._ranks.broadcast(told)
         if error is not None:
             raise error

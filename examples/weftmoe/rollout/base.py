@@ -127,8 +127,12 @@ class Rollout(Protocol):
         """Complete all requests, in their order; other nodes do their shares while they `attend`."""
         ...
 
-    def attend(self) -> None:
-        """Answer what rank 0 asks of this node's engine, until it dismisses this rank. On all ranks but 0."""
+    def attend(self, seconds: float) -> None:
+        """Answer what rank 0 asks of this node's engine, until it dismisses this rank. On all ranks but 0.
+
+        Args:
+            seconds: that it may take.
+        """
         ...
 
     def dismiss(self) -> None:

@@ -161,13 +161,29 @@ class Fleet:
             found += self._answer_of(mail, node, number, until)
         return found
 
-    def attend(self, answer: Answer) -> None:
-        """On the first ranks of the other nodes: answer rank 0 until it dismisses this one. Nothing elsewhere."""
+    def attend(self, answer: Answer, seconds: float) -> None:
+        """On the first ranks of the other nodes: answer rank 0 until it dismisses this one. Nothing elsewhere.
+
+        Raises:
+            DeadlineError: it has not after so many seconds. ChannelError: its host has gone.
+        """
         place = self.place
         if place.nodes == 1 or place.node == 0 or not place.leads:
             return
-        mail, running, beat = StoreMail.of_group(), None, _Beat(self._key(f"beat/{place.node}"))
+        try:
+            self._attend(answer, time.monotonic() + seconds)
+        except RuntimeError as error:  # torch's store errors
+            raise ChannelError(f"rank 0: the store through which it asks for completions failed: {error}") from error
+
+    def _attend(self, answer: Answer, until: float) -> None:
+        place, mail, running = self.place, StoreMail.of_group(), None
+        beat = _Beat(self._key(f"beat/{place.node}"))
         while True:
+            if time.monotonic() >= until:
+                raise DeadlineError(
+                    "rank 0: it neither asked for completions nor went on to the training in the time that a step's may "
+                    "take; is it stuck? Its own output says more"
+                )
             beat.sound(mail)
             key = self._key(f"ask/{self._asked + 1}/{place.node}")
             if mail.arrived(key):
