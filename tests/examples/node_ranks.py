@@ -57,7 +57,9 @@ class Case:
 CASES = {
     "one-node": Case("fp8", 1, 2, overrides=("train.expert=1", ALONE)),
     "two-nodes": Case("fp8", 2, 1, steps=1, overrides=(ALONE, "checkpoint.save=1")),
-    "two-nodes-resumed": Case("fp8", 2, 1, overrides=(ALONE, "checkpoint.save=2"), again="two-nodes"),
+    "two-nodes-resumed": Case(
+        "fp8", 2, 1, overrides=(ALONE, "checkpoint.save=2", "publish.experts=shared"), again="two-nodes"
+    ),
     "adamw": Case("fp8", 2, 1, "adamw", steps=1, overrides=("optimizer.lr=1e-3",)),
     "two-by-two": Case("bf16", 2, 2, steps=1, overrides=("train.expert=2",)),
     "baseline": Case("baseline", 2, 2, overrides=("train.expert=2", "checkpoint.save=2", "optimizer.lr=2e-3")),

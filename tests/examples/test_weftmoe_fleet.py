@@ -184,7 +184,7 @@ def test_a_rank_0_that_says_nothing_is_not_waited_for_for_ever(monkeypatch: pyte
         raise RuntimeError("Connection reset by peer")
 
     monkeypatch.setattr(StoreMail, "arrived", gone)
-    with pytest.raises(ChannelError, match="rank 0: the store .* failed: Connection reset by peer"):
+    with pytest.raises(ChannelError, match=r"rank 0: the store .* failed: Connection reset by peer"):
         ranks[1].attend(answered, LIMIT_S)
 
 

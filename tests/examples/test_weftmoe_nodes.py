@@ -62,18 +62,21 @@ def test_all_ranks_end_with_one_version(runs: Runs, name: str) -> None:
 
 def test_two_nodes_serve_the_bytes_of_one(runs: Runs) -> None:
     """The same two ranks, all experts on each: on one node with one engine, and on two with an engine each, where the
-    run was ended after its first step and resumed. Each engine received and verified all bytes.
+    run was ended after its first step and resumed, with experts in memory that trainer and engine of a node both map.
+    Each engine received and verified all bytes.
     """
     one, two = runs.log("one-node").steps, runs.log("two-nodes").steps
     assert [step.step for step in two] == [step.step for step in one] == [1, 2]
     assert [header.resumed_from for header in runs.log("two-nodes").headers] == [None, 1]
     for here, there in zip(one, two, strict=True):
         assert there.byte_check.sha256 == here.byte_check.sha256 is not None
-        assert there.byte_check.bytes == 2 * here.byte_check.bytes
+        assert there.byte_check.pieces == 2 * here.byte_check.pieces
         assert (there.reward, there.grad_norm, there.counters) == (here.reward, here.grad_norm, here.counters)
         assert here.grad_norm > 0
         assert (there.served_version, there.published_version) == (here.step - 1, here.step)
     assert len({step.byte_check.sha256 for step in two}) == 2, "each step serves other bytes"
+    # Three matrices of 128 x 128 codes an expert, and an FP32 scale each; on each node.
+    assert [step.byte_check.in_place for step in two] == [0, 2 * 4 * 3 * (128 * 128 + 4)]
 
 
 def test_experts_of_all_nodes_learn_from_the_tokens_of_all(runs: Runs) -> None:

@@ -181,8 +181,8 @@ class Fleet:
         while True:
             if time.monotonic() >= until:
                 raise DeadlineError(
-                    "rank 0: it neither asked for completions nor went on to the training in the time that a step's may "
-                    "take; is it stuck? Its own output says more"
+                    "rank 0: it neither asked for completions nor went on to the training in the time that a step's "
+                    "may take; is it stuck? Its own output says more"
                 )
             beat.sound(mail)
             key = self._key(f"ask/{self._asked + 1}/{place.node}")
