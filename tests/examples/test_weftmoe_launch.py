@@ -55,8 +55,11 @@ def test_several_nodes_meet_at_the_first() -> None:
         torchrun_command(two, master="host-a")
 
 
-def test_a_machine_without_a_gpu_runs_one_rank() -> None:
+def test_a_machine_without_a_gpu_runs_one_rank_unless_told() -> None:
     assert "--nproc-per-node=1" in torchrun_command(composed.load("fp8", smoke="cpu"))
+    two = composed.load("fp8", smoke="cpu", nodes=3, overrides=["cluster.cpu_ranks=2"])
+    assert {"--nproc-per-node=2", "--nnodes=3"} <= set(torchrun_command(two, node_rank=2))
+    assert two.cluster.world == 6
 
 
 def test_a_smoke_makes_a_model_of_the_family_that_is_named(tmp_path: Path) -> None:
