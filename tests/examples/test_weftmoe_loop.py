@@ -4,6 +4,7 @@ stretches, optimizer settings, minibatches and checkpoints on disk.
 
 import json
 import math
+import os
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -927,6 +928,56 @@ def test_a_failed_writer_of_megatrons_is_told_apart(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(dist_checkpointing, "save", save)
     with pytest.raises(checkpoint._NotWritten, match="rank 0: Worker failure"):
         checkpoint._write_trainer({}, tmp_path)
+
+
+def solo_save(out: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(checkpoint, "_save_trainer", lambda trainer, path, announce: (path / "new").touch())
+    ranks: Any = SimpleNamespace(first=True, barrier=lambda: None)
+    trainer: Any = None
+    return checkpoint.save(out, trainer, checkpoint.LoopState(step, {}, Counters(), {}), ranks)
+
+
+def test_a_run_that_is_killed_while_it_replaces_a_checkpoint_leaves_no_half_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resumed run came to a step that an earlier start had saved. The old one was removed file by file, with the file
+    that calls it whole somewhere among them.
+    """
+    checkpoint_folder(tmp_path, 10)
+    checkpoint_folder(tmp_path, 20)
+
+    def killed(path: Any, **_: Any) -> None:
+        if Path(path).name == "step-000020":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            solo_save(tmp_path, 20, patch)
+    newest = checkpoint.latest(tmp_path)
+    assert newest is not None
+    assert newest.name == "step-000010"
+    made = solo_save(tmp_path, 20, monkeypatch)
+    assert checkpoint.latest(tmp_path) == made
+    assert (made / "trainer" / "new").exists()
+
+
+def test_a_checkpoints_name_is_on_the_disk_when_older_ones_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power cut the newest checkpoint had its part's name, and those before had been removed."""
+    synced: list[tuple[str, list[str]]] = []
+    sync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        place = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if place.is_dir():
+            synced.append((place.name, [path.name for path in place.iterdir()]))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    solo_save(tmp_path, 3, monkeypatch)
+    assert synced == [("checkpoints", ["step-000003"])]
 
 
 def test_old_checkpoints_go(tmp_path: Path) -> None:

@@ -4,10 +4,10 @@
     OUT/checkpoints/step-000020/loop.json     step, version, data position, token counters, the settings that must agree
 
 A checkpoint is written beside its place and renamed when it is whole, so a killed run never leaves half of one under a
-name that is looked for. Random numbers of the loop need no state: every draw of a step comes from the run's seed, the
-step, and the prompt. An engine's own samples do so with `train.deterministic` only; else it samples on from its start's
-seed after a resume. The version that a checkpoint holds is its step's, and a resumed run publishes it first, before it
-samples.
+name that is looked for; the next start removes what it leaves under another (`weftmoe.rundir`). Random numbers of the
+loop need no state: every draw of a step comes from the run's seed, the step, and the prompt. An engine's own samples do
+so with `train.deterministic` only; else it samples on from its start's seed after a resume. The version that a
+checkpoint holds is its step's, and a resumed run publishes it first, before it samples.
 """
 
 import contextlib
@@ -102,8 +102,9 @@ def save(out: Path, trainer: MegatronGrpo, state: LoopState, ranks: Ranks) -> Pa
         if ranks.first:
             _write_state(part / _STATE, state)
             if target.exists():  # of an earlier start that went further than the checkpoint which this one resumed
-                shutil.rmtree(target)
+                _remove(target)
             part.rename(target)
+            _sync_folder(target.parent)
     except (OSError, _NotWritten) as error:
         # Before its part is removed, which makes room again.
         message = f"{target} could not be written: {_reason(error)}; {room}"
@@ -135,8 +136,21 @@ def delete_old(out: Path, keep: int) -> None:
     """Remove all checkpoints but the newest ones."""
     whole = sorted(path for path in (out / "checkpoints").glob(f"{_PREFIX}*") if (path / _STATE).is_file())
     for path in whole[:-keep]:
-        (path / _STATE).unlink()  # first: a half-removed one must not be found
-        shutil.rmtree(path)
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    (path / _STATE).unlink(missing_ok=True)  # first: a half-removed one must not be found
+    shutil.rmtree(path)
+
+
+def _sync_folder(path: Path) -> None:
+    """A name is on the disk once its folder is."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 class _NotWritten(Exception):
