@@ -15,7 +15,7 @@ import torch
 from layouts import LAYOUTS, load_descriptions
 from megatron_support import bare_trainer, megatron_ready
 
-from weftpub.errors import PlanError
+from weftpub.errors import ConfigError, PlanError
 from weftpub.plan import Plan, check_plan
 from weftpub.receive import EngineDescription
 
@@ -178,6 +178,16 @@ def test_a_host_without_all_experts_is_named() -> None:
         build_plan(trainer, engine, [[0], [1]])
     with pytest.raises(PlanError, match="expected the trainer ranks of 2 engines' hosts, found 1"):
         build_plan(trainer, engine, [[0, 1]])
+
+
+def test_engines_of_two_kinds_are_told_apart_by_what_differs() -> None:
+    """The message said nothing of it; two nodes' engines differed in the folder that their model was read from."""
+    from weftpub_adapters.awex import engine_shards
+
+    *first, last = several("world-2", 2)
+    other = last.settings | {"hf_config": last.settings["hf_config"] | {"rope_theta": 1.0}}
+    with pytest.raises(ConfigError, match=r"engine-1 rank 3 is not laid out like engine-0 rank 1: they differ in hf_c"):
+        engine_shards([*first, last.model_copy(update={"settings": other})])
 
 
 @pytest.mark.parametrize(

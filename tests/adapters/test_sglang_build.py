@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import fp8_tensors, shapes
 from layouts import BASE, GOLDEN, HYBRID, LAYOUTS, MULTIMODAL, dump_descriptions, load_descriptions
+from transformers import AutoConfig
 
 from weftpub.canonical import CanonicalTensor, family_of
 from weftpub.checkpoint.scheme import excluded_modules
@@ -76,6 +78,18 @@ def test_a_workers_config_is_enough_to_plan_with() -> None:
     assert json.loads(json.dumps(plain)) == plain
     needed = [key for key in HYBRID if "num_" in key or key.endswith(("dim", "size", "architectures"))]
     assert {key: plain[key] for key in needed} == {key: HYBRID[key] for key in needed}
+
+
+def test_a_workers_config_does_not_say_where_it_was_read_from(tmp_path: Path) -> None:
+    """Two nodes' engines of one model, each with a folder of its own for it, were taken for engines of two kinds."""
+    read = []
+    for node in ("node-0", "node-1"):
+        folder = tmp_path / node
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(HYBRID), encoding="utf-8")
+        read.append(plain_config(AutoConfig.from_pretrained(folder)))
+    assert read[0] == read[1]
+    assert "_name_or_path" not in json.dumps(read[0])
 
 
 def test_linears_say_how_many_ranks_split_them() -> None:

@@ -302,18 +302,24 @@ def _check_ranks(descriptions: tuple[EngineDescription, ...]) -> int:
             raise ConfigError(
                 f"receiver rank {description.rank} is rank {inside} of its engine, expected {description.rank % world}"
             )
-        if description.world_size != world or _fixed(description) != _fixed(first):
+        apart = _apart(description, first)
+        if apart:
             raise ConfigError(
-                f"{description.engine} rank {description.rank} is not laid out like {first.engine} rank {first.rank}; "
-                "make one plan for each kind of engine"
+                f"{description.engine} rank {description.rank} is not laid out like {first.engine} rank {first.rank}: "
+                f"they differ in {', '.join(apart)}; make one plan for each kind of engine"
             )
     base_of((_mapping(descriptions[0], "hf_config").get("architectures") or [None])[0])
     return world
 
 
-def _fixed(description: EngineDescription) -> tuple[object, ...]:
-    """What engines of one plan must have in common: all that a plan is made of, but where their experts are."""
-    return description.parameters, {key: description.settings.get(key) for key in _SHARED}
+def _apart(one: EngineDescription, other: EngineDescription) -> list[str]:
+    """Where two ranks differ in what engines of one plan must have in common: all that a plan is made of, but where
+    their experts are.
+    """
+    found = ["world_size"] if one.world_size != other.world_size else []
+    if one.parameters != other.parameters:
+        found.append("parameters")
+    return found + [key for key in _SHARED if one.settings.get(key) != other.settings.get(key)]
 
 
 def _check_blocks(description: EngineDescription, hf: SimpleNamespace) -> None:

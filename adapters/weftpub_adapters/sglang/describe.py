@@ -106,8 +106,15 @@ def describe_live(
 
 
 def plain_config(config: Any) -> dict[str, Any]:
-    """A transformers configuration object, as a worker holds it, as plain data."""
-    return json.loads(config.to_json_string(use_diff=False))
+    """A transformers configuration object, as a worker holds it, as plain data: without the folder that it was read
+    from, in which engines of one model differ.
+    """
+    plain: dict[str, Any] = json.loads(config.to_json_string(use_diff=False), object_hook=_without_folder)
+    return plain
+
+
+def _without_folder(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key != "_name_or_path"}
 
 
 def live_backends() -> dict[str, str]:
