@@ -1,14 +1,16 @@
 """Turn results of sglang_adapter.py, and of step_phases.py where it ran, into a dated page.
 
     python tests/gpu/sglang_adapter_page.py docs/results/PAGE.md OUT/sglang_adapter.json [MORE.json ...]
-        [OUT/step_phases.json]
+        [OUT/step_phases.json] [OTHER.json:again ...]
 
 Sections may come from several runs; each names its commit. One that two files hold is taken from the later file, and
-the page says how many checks of the earlier one failed. The JSON files go into a folder of the page's name; lines of a
-notes.txt there are put into the page.
+the page says how many checks of the earlier one failed. Of a file marked "again" only the times of its cycles are
+shown, beside those of the section, with how many of its checks failed. The JSON files go into a folder of the page's
+name; lines of a notes.txt there are put into the page.
 """
 
 import json
+import math
 import re
 import statistics
 import sys
@@ -53,11 +55,15 @@ def detail_of(value: Any) -> str:
     return str(value).replace("|", "/").replace("\n", " ")
 
 
+AGAIN = "again"  # said of a run that only tells how long the same calls took another time
+
+
 @dataclass(frozen=True)
 class Found:
     """One run of a script."""
 
     data: dict[str, Any]
+    again: bool = False
 
     @property
     def commit(self) -> str:
@@ -71,11 +77,13 @@ class Found:
     @property
     def sections(self) -> list[str]:
         """Those it ran, in the page's order."""
-        return [] if self.is_step else [name for name in SECTIONS if self.checks(name)]
+        return [] if self.is_step or self.again else [name for name in SECTIONS if self.checks(name)]
 
     @property
     def name(self) -> str:
         """Of its raw file."""
+        if self.again:
+            return f"again-{self.commit}"
         return "step_phases" if self.is_step else "-".join(self.sections)
 
     def checks(self, section: str) -> dict[str, dict[str, Any]]:
@@ -117,6 +125,21 @@ def times(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def other_times(runs: list[tuple[str, Found]], folder: str) -> list[str]:
+    """The same calls in other runs, a line a run; medians over all cycles but the first."""
+    calls = list(runs[0][1].data["cycles"][-1]["ms"])
+    lines = ["", "The same calls in other runs, median ms (and the most):", ""]
+    lines += [f"| commit | cycles | {' | '.join(calls)} | all its checks | raw |", "|---" * (len(calls) + 4) + "|"]
+    for name, run in runs:
+        rows = run.data["cycles"][1:]
+        every = [[row["ms"].get(call, math.nan) for row in rows] for call in calls]
+        cells = [f"{statistics.median(found):.1f} ({max(found):.1f})" for found in every]
+        judged = verdict(run.data["checks"].values())
+        raw = f"[{name}.json]({folder}/{name}.json)"
+        lines.append(f"| {run.commit} | {len(rows) + 1} | {' | '.join(cells)} | {judged} | {raw} |")
+    return lines
+
+
 def phases_section(data: dict[str, Any]) -> list[str]:
     """The parts of a step with 4 GB of weights, each beside its floor."""
     size = {name: f"{nbytes / 1e9:.2f} GB" for name, nbytes in data["bytes"].items()}
@@ -142,7 +165,10 @@ def phases_section(data: dict[str, Any]) -> list[str]:
 
 def main(page: Path, results: list[str]) -> None:
     """Write the page; a section that two results hold is taken from the later one."""
-    found = [Found(plain(json.loads(Path(path).read_text(encoding="utf-8")))) for path in results]
+    found = [
+        Found(plain(json.loads(Path(path).read_text(encoding="utf-8"))), mark == AGAIN)
+        for path, _, mark in (result.partition(":") for result in results)
+    ]
     folder = page.with_suffix("")
     later = [{one.name for one in found[n + 1 :]} for n in range(len(found))]
     names = [f"{one.name}-{one.commit}" if one.name in later[n] else one.name for n, one in enumerate(found)]
@@ -170,10 +196,13 @@ def main(page: Path, results: list[str]) -> None:
         lines += checks_section(found[last], section, ["", *earlier] if earlier else [])
         if section == "cycles":
             lines += times(found[last].data["cycles"])
+            others = [(name, one) for name, one in zip(names, found, strict=True) if one.again]
+            lines += other_times(others, folder.name) if others else []
     for one in found:
         if one.is_step:
             lines += phases_section(one.data)
-    lines += made_anew("sglang_adapter_page.py", page, names)
+    marked = [f"{name}:{AGAIN}" if one.again else name for name, one in zip(names, found, strict=True)]
+    lines += made_anew("sglang_adapter_page.py", page, marked)
     page.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -80,7 +80,7 @@ def write_runs(folder: Path, **runs: dict[str, Any]) -> None:
 def test_a_section_that_a_later_run_replaced_is_named(tmp_path: Path) -> None:
     """A measure that had failed went from the page without a word when another one passed."""
     script = importlib.import_module("weftmoe_smoke_page")
-    raw = json.loads((RESULTS / "2026-11-30-weftmoe-h200/kl.json").read_text(encoding="utf-8"))
+    raw = json.loads((RESULTS / "2026-11-30-weftmoe-h200/kl-00550fd.json").read_text(encoding="utf-8"))
     first = {**raw, "commit": "abcdef0", "checks": {"kl/x: y": {"passed": False, "detail": "no"}}}
     write_runs(tmp_path, first=first, second=raw)
     page = tmp_path / "page.md"
@@ -123,7 +123,7 @@ def test_runs_that_know_their_errors_are_judged_with_them(
 ) -> None:
     """Prompts whose KL is large in both steps tell more about its growth than as many that are large in one of them."""
     script = importlib.import_module("weftmoe_smoke_page")
-    raw = json.loads((RESULTS / "2026-11-30-weftmoe-h200/kl.json").read_text(encoding="utf-8"))
+    raw = json.loads((RESULTS / "2026-11-30-weftmoe-h200/kl-00550fd.json").read_text(encoding="utf-8"))
     rows = [row for row in raw["rows"] if row["run"].endswith("fp8-two")]
     raw["rows"] = [
         {
@@ -182,7 +182,7 @@ def test_a_later_section_of_the_sglang_page_wins_and_the_earlier_is_named(tmp_pa
 def test_a_section_that_came_to_nothing_is_on_the_page(tmp_path: Path) -> None:
     """Sections were taken from runs: one that died before its first run would not have been there, nor counted."""
     script = importlib.import_module("weftmoe_smoke_page")
-    raw = json.loads((RESULTS / "2026-11-30-weftmoe-h200/kl.json").read_text(encoding="utf-8"))
+    raw = json.loads((RESULTS / "2026-11-30-weftmoe-h200/kl-00550fd.json").read_text(encoding="utf-8"))
     raw["checks"]["shared: the section itself"] = {"passed": False, "detail": "ConfigError: no"}
     (tmp_path / "raw.json").write_text(json.dumps(raw), encoding="utf-8")
     script.main(tmp_path / "page.md", [str(tmp_path / "raw.json")])
