@@ -4,8 +4,8 @@ A rank or an engine that was killed, a peer that fell silent, a lost connection:
 checkpoint. Settings that cannot work, data that teach nothing, a full disk: the next start would end as this one did.
 
 OUT/going stands for the first kind. It is there from the first step on, because what ends a start before that is most
-likely the fault of its settings; and a rank that ends by an error of the second kind removes it, before it leaves and
-the others lose it.
+likely the fault of its settings; and a rank that ends by an error of the second kind removes it, at once: its engine
+takes seconds to end, and the others leave as soon as they hear of the error or lose this rank.
 """
 
 from contextlib import suppress
@@ -14,7 +14,7 @@ from pathlib import Path
 from weftmoe.rundir import EXIT_LOST, going_path
 from weftpub.errors import ChannelError, DeadlineError, TransportError
 
-__all__ = ["curable", "exit_code", "lost"]
+__all__ = ["curable", "exit_code", "lost", "tell_ending"]
 
 # Gloo's errors are plain RuntimeErrors, which name its files.
 _GLOO = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
@@ -30,13 +30,17 @@ def curable(error: BaseException) -> bool:
     return "DistError" in names or any(words in str(error) for words in _GLOO)
 
 
+def tell_ending(error: BaseException, out: Path) -> None:
+    """Tell the agents of all ranks of an error that another start would meet again."""
+    if not curable(error):
+        with suppress(OSError):  # none there, or its disk is what went wrong
+            going_path(out).unlink()
+
+
 def exit_code(error: BaseException, out: Path) -> int:
     """Of a rank that ends by an error: 1, or `EXIT_LOST`. Tells the other ranks' agents, too."""
-    if curable(error):
-        return EXIT_LOST
-    with suppress(OSError):  # none there, or its disk is what went wrong
-        going_path(out).unlink()
-    return 1
+    tell_ending(error, out)
+    return EXIT_LOST if curable(error) else 1
 
 
 def lost(code: int, out: Path) -> bool:

@@ -1,9 +1,13 @@
-"""A run that is told to end: what it hears, whether it waits for a rollout, and that all ranks stop after one step."""
+"""A run that is told to end: what it hears, whether it waits for a rollout, and that all ranks stop after one step. A
+run that ends by an error: what the other ranks learn of it.
+"""
 
 import os
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -387,3 +391,46 @@ def test_a_new_start_forgets_that_the_last_one_stopped(tmp_path: Path) -> None:
     assert lock is not None
     os.close(lock)
     assert not stopped_path(tmp_path).exists()
+
+
+# Ending by an error.
+
+
+@pytest.mark.parametrize(("error", "lost"), [(ConfigError("no such layout"), False), (ChannelError("it fell"), True)])
+def test_an_error_is_told_before_anything_is_closed(
+    error: Exception, lost: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank with an error of its own ended its engine first, for seconds. Meanwhile another one, which had been told
+    of the error or had lost the connection, left with the code of a run that is to be queued again; and the job was.
+    """
+    seen: list[bool] = []
+
+    class Fails:
+        def __init__(self, settings: Any, device: Any, stack: ExitStack, notice: Any) -> None:
+            stack.callback(lambda: seen.append(going_path(tmp_path).exists()))
+
+        def steps(self) -> None:
+            going_path(tmp_path).touch()
+            raise error
+
+    monkeypatch.setattr(module, "prepare_process", lambda settings: None)
+    monkeypatch.setattr(module, "_Run", Fails)
+    with pytest.raises(type(error), match=str(error)):
+        module.run(composed.load("fp8", smoke="cpu", overrides=[f"out={tmp_path}"]))
+    assert seen == [lost]
+
+
+@pytest.mark.parametrize(
+    ("world", "fails", "left"), [(1, False, True), (1, True, True), (2, False, True), (2, True, False)]
+)
+def test_a_rank_that_fails_keeps_others_connected_until_it_has_said_why(world: int, fails: bool, left: bool) -> None:
+    """The others ended by a closed connection within a moment, and torchrun ended the rank whose fault it was while it
+    still waited for its engine: nobody ever read its reason.
+    """
+    closed: list[bool] = []
+    trainer: Any = SimpleNamespace(close=lambda: closed.append(True))
+    with suppress(ConfigError), ExitStack() as stack:
+        stack.push(partial(module._leave, trainer, world))
+        if fails:
+            raise ConfigError("no such layout")
+    assert bool(closed) is left

@@ -18,6 +18,7 @@ import uuid
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 
 from weftmoe.data import PromptSampler
+from weftmoe.endings import tell_ending
 from weftmoe.loop import checkpoint
 from weftmoe.loop.collect import Collected, Collector
 from weftmoe.loop.engines import make_rollout
@@ -93,7 +95,11 @@ def run(settings: Settings) -> RunResult:
     """
     with StopNotice(settings.checkpoint.grace) as notice, ExitStack() as stack:
         device = prepare_process(settings)
-        return _Run(settings, device, stack, notice).steps()
+        try:
+            return _Run(settings, device, stack, notice).steps()
+        except Exception as error:  # told before anything is closed, which takes an engine's end
+            tell_ending(error, settings.out)
+            raise
 
 
 class _Run:
@@ -226,7 +232,7 @@ class _Run:
         trainer = MegatronGrpo(
             self._settings, self._inputs.model, self._device, read_weights=self._path is None, shared=self._shared
         )
-        stack.callback(trainer.close)
+        stack.push(partial(_leave, trainer, self._ranks.world))
         return trainer
 
     def _load(self) -> checkpoint.LoopState:
@@ -514,6 +520,14 @@ class _Run:
             changed_share=self._trainer.changed_share,
             fixed_logp_sha256=digest,
         )
+
+
+def _leave(trainer: MegatronGrpo, world: int, kind: type[BaseException] | None, *_: object) -> None:
+    """Leave the process groups, but not by an error that other ranks have not: they would end at once, by the lost
+    connection, and torchrun would end this rank before it has said why. Its process is about to end as well.
+    """
+    if kind is None or world == 1:
+        trainer.close()
 
 
 def _counters(collected: Collected) -> Counters:
