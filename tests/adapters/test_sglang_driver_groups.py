@@ -19,7 +19,7 @@ def engine() -> HttpEngine:
 def test_every_group_of_attention_names_all_workers(engine: HttpEngine, groups: int) -> None:
     """A driver that expected one answer could start no receiver of an engine with DP attention: with two groups it read
     '[...] | [...]', and blamed the engine's installation."""
-    peers = engine._peers(" | ".join([ANSWER] * groups))
+    peers = engine._peers(" | ".join([ANSWER] * groups), None)
     assert [(peer.rank, peer.address, peer.engine) for peer in peers] == [
         (0, "ipc:///run/s/sglang-0", "sglang"),
         (1, "ipc:///run/s/sglang-1", "sglang"),
@@ -29,5 +29,5 @@ def test_every_group_of_attention_names_all_workers(engine: HttpEngine, groups: 
 
 def test_a_group_that_answers_otherwise_is_not_passed_over(engine: HttpEngine) -> None:
     with pytest.raises(ChannelError, match="expected the receivers' addresses"):
-        engine._peers(f"{ANSWER} | initialized")
+        engine._peers(f"{ANSWER} | initialized", None)
     engine.shutdown()
