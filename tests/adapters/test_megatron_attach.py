@@ -306,6 +306,40 @@ def test_a_step_that_fails_half_way_tears_and_a_checkpoint_heals(monkeypatch: py
         train(ddp, opt)
 
 
+@pytest.mark.parametrize("variant", ["bf16", "fp8"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_step_that_fails_before_its_first_expert_tears_too(
+    optimizer: str, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step failed when it had written some weights of attention, and no expert yet: the experts' store was whole, and
+    stayed open, so that a publish would have sent its experts beside weights of the step after them.
+    """
+    from attach_support import build, gradients, train
+
+    from weftpub_adapters.megatron.attached import attach
+    from weftpub_adapters.megatron.attached.plain import PlainWriter
+
+    ddp, opt = build(optimizer, variant)
+    attachment = attach(ddp, opt)
+    train(ddp, opt)
+    gradients(ddp, opt)
+    write, written = PlainWriter._write, []
+
+    def fails(self: PlainWriter, name: str, *rest: torch.Tensor) -> None:
+        if len(written) == 2:
+            raise ArithmeticError("no memory for the third")
+        written.append(name)
+        write(self, name, *rest)
+
+    monkeypatch.setattr(PlainWriter, "_write", fails)
+    with pytest.raises(ArithmeticError, match="no memory for the third"):
+        opt.step()
+    assert not [name for name in written if "experts" in name]
+    assert all(child.masters.torn is not None for child in attachment._children)
+    with pytest.raises(TornError, match="no memory for the third"), attachment.reading("publish"):
+        pass
+
+
 @pytest.mark.parametrize(
     ("optimizer", "variant", "name", "value"),
     [

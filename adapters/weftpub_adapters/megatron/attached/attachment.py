@@ -355,8 +355,16 @@ class Attachment(OffloadTags, Checkpointing):
     def _begun(self, generation: int, recover: bool) -> Iterator[Step | None]:
         """A generation of the store, or of the BF16 parameters, until it is sealed or torn."""
         if self.store is not None:
-            with self.store.writing(generation, on_torn=self._tear_masters, recover=recover) as step:
-                yield step
+            try:
+                with self.store.writing(generation, on_torn=self._tear_masters, recover=recover) as step:
+                    yield step
+            except BaseException as error:
+                # Experts that nothing was written to are whole, and of another step than weights beside them that were.
+                if self._watch.seen and self.store.state is not StoreState.TORN:
+                    reason = f"generation {generation} failed half-way: {error}"
+                    self.store.mark_torn(reason)
+                    self._tear_masters(reason)
+                raise
             return
         (self._guard.begin_recovery if recover else self._guard.begin)(generation)
         try:
