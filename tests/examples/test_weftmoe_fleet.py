@@ -208,15 +208,17 @@ def test_engines_are_acted_on_when_all_ranks_have_come(nodes: int, monkeypatch: 
     assert seen == [2 * nodes] * nodes
 
 
-def test_tokens_are_scored_by_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("count", [5, 1])
+def test_tokens_are_scored_by_shares(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks, _ = fleets(2, 1, monkeypatch)
-    sequences = [((number, 1, 2), 1) for number in range(5)]
+    sequences = [((number, 1, 2), 1) for number in range(count)]
 
     def scores(some: Any) -> list[tuple[float, ...]]:
+        assert some, "an engine has nothing to score"
         return [(0.1 * tokens[0], -0.3) for tokens, _ in some]
 
     found = on_all(ranks, lambda one: one.score(sequences, scores, LIMIT_S))
-    assert found == [[(0.1 * number, -0.3) for number in range(5)]] * 2, "bit by bit"
+    assert found == [[(0.1 * number, -0.3) for number in range(count)]] * 2, "bit by bit"
 
 
 def test_receivers_of_other_nodes_know_rank_0_and_their_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -214,9 +214,9 @@ class Fleet:
         seconds: float,
     ) -> list[tuple[float, ...]]:
         """Log-probabilities of given tokens, each node's engine those of its share; collective."""
-        shares = _dealt(sequences, self.place.nodes)
-        found = self.act("score", lambda: [list(one) for one in scores(shares[self.place.node])], seconds)
-        return [tuple(values) for share in found for values in share]
+        share = _dealt(sequences, self.place.nodes)[self.place.node]
+        found = self.act("score", lambda: [list(one) for one in scores(share)] if share else [], seconds)
+        return [tuple(values) for part in found for values in part]
 
     def _answer_of(self, mail: StoreMail, node: int, number: int, until: float) -> list[Sample]:
         key, rank, heard = self._key(f"answer/{number}/{node}"), self.place.hosts[node][0], _Heard(self._wait)

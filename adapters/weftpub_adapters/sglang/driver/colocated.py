@@ -224,7 +224,7 @@ class ColocatedEngine:
             self._together("continue", 5 * d.control, _if_drained(self._continue_one))
 
     def rejoin(self, handle: EngineHandle) -> None:
-        """Take in an engine that was restarted, under the name of the one it replaces; on rank 0 only.
+        """Take in an engine that was restarted, under the name of the one it replaces; on the rank that drives it.
 
         Its receivers have been started, at the addresses of the old ones. It stays out until the next publish, unless
         it was loaded with the version that was committed last, and its receivers say so.
