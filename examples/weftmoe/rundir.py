@@ -25,6 +25,7 @@ from weftpub.errors import ConfigError
 __all__ = [
     "EXIT_AGAIN",
     "EXIT_LOST",
+    "apart",
     "changes_of_this_start",
     "claim",
     "differences",
@@ -94,6 +95,8 @@ _FREE = (
 )
 # Of those, what nobody wants to read about in a log.
 _UNSAID = ("steps", "out", "checkpoint", "telemetry")
+# What may differ between the nodes of one start: where the same files lie, and how its network is called.
+_OF_A_NODE = ("model.path", "data.path", "roles")
 
 
 def settings_path(out: Path, node_rank: int = 0) -> Path:
@@ -161,6 +164,11 @@ def claim(settings: Settings, node_rank: int = 0) -> int | None:
 def differences(old: Settings, new: Settings) -> list[str]:
     """Settings that two starts of one run must agree on and do not, as `key: old -> new`."""
     return [words for key, words in _differing(old, new) if not _among(_FREE, key)]
+
+
+def apart(first: Settings, other: Settings) -> list[str]:
+    """Settings that two nodes of one start must agree on and do not, as `key: first's -> other's`."""
+    return [words for key, words in _differing(first, other) if not _among(_OF_A_NODE, key)]
 
 
 def _differing(old: Settings, new: Settings) -> Iterator[tuple[str, str]]:

@@ -26,7 +26,7 @@ from weftmoe import settings as composed
 from weftmoe import train, worker
 from weftmoe.endings import lost
 from weftmoe.launch import command, resolve
-from weftmoe.rundir import EXIT_LOST, changes_of_this_start, claim, differences, going_path
+from weftmoe.rundir import EXIT_LOST, apart, changes_of_this_start, claim, differences, going_path
 from weftmoe.schema import Settings
 from weftpub.errors import (
     ChannelError,
@@ -419,6 +419,40 @@ def test_what_is_wrong_with_the_prompts_is_raised_on_all_ranks(tmp_path: Path, m
     assert [type(error) for error in found] == [ConfigError, ConfigError], found
     assert "longer than data.max_prompt_tokens" in str(found[0])
     assert str(found[0]) in str(found[1])
+
+
+@pytest.mark.parametrize(
+    ("told", "named"),
+    [
+        ("algorithm.clip_high=0.5", "algorithm.clip_high: 0.28 -> 0.5"),
+        ("optimizer.lr=2e-6", "optimizer.lr"),
+        ("steps=9", "steps"),
+        ("telemetry.measure_every=3", "telemetry.measure_every"),
+        ("model.path=/elsewhere", None),
+        ("roles.trainer.env.NCCL_SOCKET_IFNAME=eth1", None),
+    ],
+)
+def test_nodes_that_were_told_otherwise_are_refused_on_all_ranks(
+    told: str, named: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`run.sh` is started once a node: with another clipping on one of them half of each gradient was computed with it;
+    with other steps to save or measure after, the others waited in a collective.
+    """
+    from weftmoe.loop import run
+
+    monkeypatch.setattr(torch.distributed, "is_torchelastic_launched", lambda: True)
+    monkeypatch.setattr(run, "join_world", lambda *_: None)
+    first, other = (composed.load("fp8", smoke="cpu", overrides=more) for more in ([], [told]))
+    gathers: Any = (lambda mine: [mine, apart(first, other)], lambda mine: [[], mine])
+    for settings, gather in zip((first, other), gathers, strict=True):
+        made: Any = object.__new__(run._Run)
+        made._settings, made._device = settings, torch.device("cpu")
+        made._ranks = SimpleNamespace(broadcast=lambda _: first, gather=gather)
+        if named is None:
+            made._hold_ranks()
+            continue
+        with pytest.raises(ConfigError, match=f"rank 1 was started with other settings than rank 0: {named}"):
+            made._hold_ranks()
 
 
 def git(folder: Path, *words: str) -> str:

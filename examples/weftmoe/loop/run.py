@@ -41,7 +41,7 @@ from weftmoe.loop.stop import CutShort, Pace, StopNotice, run_until
 from weftmoe.loop.trainer import MegatronGrpo, describe_settings
 from weftmoe.reward import Rewarder
 from weftmoe.rollout import Published, Rollout
-from weftmoe.rundir import changes_of_this_start, going_path, note_stop
+from weftmoe.rundir import apart, changes_of_this_start, going_path, note_stop
 from weftmoe.schema import Settings
 from weftmoe.telemetry import (
     Counters,
@@ -199,7 +199,19 @@ class _Run:
         """The first meeting of the ranks: those that a launcher started wait here for rank 0's files."""
         if torch.distributed.is_torchelastic_launched():
             join_world(self._settings, self._device)
-            self._ranks.broadcast(None)
+            self._require_one_start()
+
+    def _require_one_start(self) -> None:
+        """Nodes are started one by one. What one was told otherwise it would train otherwise, and nobody would see it;
+        or the others would wait for it in vain. Collective.
+        """
+        first: Settings = self._ranks.broadcast(self._settings)
+        for rank, words in enumerate(self._ranks.gather(apart(first, self._settings))):
+            if words:
+                raise ConfigError(
+                    f"rank {rank} was started with other settings than rank 0: {'; '.join(words)}; start run.sh on all "
+                    "nodes with the same options, but for --node-rank"
+                )
 
     def _make_meeting(self, stack: ExitStack) -> str | None:
         """Where trainer and engine of a node meet to share the experts' memory: a folder of this start alone, mode
