@@ -24,6 +24,7 @@ usage: run.sh baseline|bf16|fp8 [options] [block.key=value ...]
   --grace SECONDS      that the run has for ending by itself when it is interrupted (60)
   --save-grace SECONDS that it has for saving and ending when it is told to come again (240)
   --on-term end|save   what SIGTERM means: an interruption (end), or to come again, as where jobs are preempted by it
+  --note-code FILE     write the exit code there, too: of several nodes' codes a scheduler gives one
   --no-doctor          do not check the machine first
   --ignore-plan        start although the plan says that the memory is not there
   --print, --dry-run   print the resolved settings, or the command, and leave
@@ -84,6 +85,7 @@ smoke=0
 grace=60
 save_grace=240
 on_term=end
+code_file=''
 while (($#)); do
   if [[ "$1" == --*=* ]]; then
     set -- "${1%%=*}" "${1#*=}" "${@:2}"
@@ -116,6 +118,11 @@ while (($#)); do
     --on-term)
       [[ "${2:-}" == end || "${2:-}" == save ]] || fail_usage "--on-term needs 'end' or 'save'"
       on_term="$2"
+      shift 2
+      ;;
+    --note-code)
+      [[ $# -ge 2 ]] || fail_usage '--note-code needs a file'
+      code_file="$2"
       shift 2
       ;;
     --smoke)
@@ -163,6 +170,12 @@ done
 if ((!smoke && !gpus_given)); then
   doctor+=(--gpus 8) # the smoke takes whatever is there
 fi
+
+# shellcheck disable=SC2317 # called by the traps
+note_code() {
+  [[ -z "$code_file" ]] || printf '%s\n' "$1" >"$code_file" || true
+}
+trap 'note_code "$?"' EXIT
 
 # Nothing has been started that could save.
 trap 'exit "$EXIT_AGAIN"' USR1
@@ -256,7 +269,8 @@ else
   trap 'stop 143' TERM
 fi
 # Whatever else ends this script ends the run, too.
-trap end_group EXIT
+# shellcheck disable=SC2154 # assigned in the trap
+trap 'last=$?; end_group; note_code "$last"' EXIT
 
 # The run's first process hears of SIGUSR1 once it can pass it on; until then it ignores the signal, which is said again.
 trap '' USR1

@@ -3,6 +3,7 @@
 settings.yaml    the resolved settings, which every rank reads
 run.lock         held while the run goes on
 stopped.json     the run was told to end, and did: where it goes on when it is started again, which removes this
+codes            exit codes of a Slurm job's nodes
 starts           Slurm's starts since the newest checkpoint, and its name: `slurm.sbatch` writes and reads it
 going            this start has come to its steps: if a rank or an engine is lost now, another start is worth its while
 changed.json     settings that this start has otherwise than the one before, which the run's log repeats

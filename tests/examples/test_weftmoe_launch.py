@@ -675,9 +675,16 @@ def test_help_names_every_option() -> None:
         assert re.search(rf"{option}\b", out), option
 
 
-def test_the_runs_exit_code_is_passed_on(fake: Path) -> None:
+def test_the_runs_exit_code_is_passed_on_and_noted(fake: Path) -> None:
     (fake / "code").write_text("17")
     assert finish(script(fake, "fp8"))[0] == 17
+    note = fake / "note"
+    assert finish(script(fake, "fp8", "--note-code", str(note)))[0] == 17
+    assert note.read_text() == "17\n"
+    (fake / "doctor").write_text("1")
+    assert finish(script(fake, "fp8", "--note-code", str(note)))[0] == 3
+    assert note.read_text() == "3\n"
+    assert finish(script(fake, "fp8", "--note-code", str(fake / "no" / "note")))[0] == 3
 
 
 @pytest.mark.usefixtures("interruptible")
@@ -686,12 +693,13 @@ def test_a_signal_ends_the_run_and_nothing_else(fake: Path, number: int, code: i
     """A launch script killed by name, and with its own run those of everybody else on the machine."""
     (fake / "long").touch()
     bystander = subprocess.Popen(["sleep", "300"], start_new_session=True)
-    process = script(fake, "fp8")
+    process = script(fake, "fp8", "--note-code", str(fake / "note"))
     try:
         until(lambda: written(fake / "leader"))
         leader, child = (int((fake / name).read_text()) for name in ("leader", "child"))
         os.kill(process.pid, number)
         assert finish(process)[0] == code
+        assert (fake / "note").read_text() == f"{code}\n"
         until(lambda: not alive(leader) and not alive(child))
         assert bystander.poll() is None
     finally:
@@ -980,6 +988,9 @@ if [[ -e "$here/makes" ]]; then
   step="$(printf '%s/step-%06d' "$(cat "$here/makes")" "$(wc -l <"$here/calls")")"
   mkdir -p "$step" && touch "$step/loop.json"
 fi
+if [[ -e "$here/other" ]]; then # the other node's own code; this one's, and srun's, is larger
+  cp "$here/other" "${!#%/*}/0"
+fi
 if [[ -e "$here/long" ]]; then
   sleep 300 &
   trap 'kill $!; exit "$(cat "$here/code")"' USR1
@@ -1028,7 +1039,8 @@ def queued_again(cluster: Path) -> bool:
 def test_a_job_that_is_to_come_again_is_queued_again(cluster: Path, code: int, exits: int, again: bool) -> None:
     (cluster / "code").write_text(str(code))
     assert finish(job(cluster))[0] == exits
-    assert calls(cluster) == ["fp8 --out o --gpus 4 --nodes 2 --node-rank 1 --master node-a:32345"]
+    place = "--gpus 4 --nodes 2 --node-rank 1 --master node-a:32345 --note-code o/codes/1"
+    assert calls(cluster) == [f"fp8 --out o {place}"]
     assert queued_again(cluster) is again
 
 
@@ -1046,6 +1058,20 @@ def test_a_job_near_its_end_is_queued_again_unless_its_run_is_over(
     process.send_signal(number)
     assert finish(process)[0] == exits
     assert queued_again(cluster) is again
+
+
+@pytest.mark.parametrize("own", [1, 3, 75, 0, 143])
+def test_a_node_that_failed_is_not_hidden_by_those_that_were_ended_for_it(cluster: Path, own: int) -> None:
+    """With `--on-term save` srun's SIGTERM told the other node to come again: the job of a machine that the doctor had
+    refused was queued again until it had no more starts.
+    """
+    (cluster / "code").write_text("75")
+    (cluster / "other").write_text(f"{own}\n")
+    failed = own in (1, 3)
+    assert finish(job(cluster, "--on-term", "save"))[0] == (own if failed else 0)
+    assert queued_again(cluster) is not failed
+    (cluster / "other").unlink()
+    assert finish(job(cluster, "--on-term", "save"))[0] == 0, "codes are of this start"
 
 
 def checkpoint(folder: Path, step: int) -> None:
