@@ -5,7 +5,7 @@ run that ends by an error: what the other ranks learn of it.
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -233,11 +233,17 @@ def loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
     )
     monkeypatch.setattr(module.checkpoint, "delete_old", lambda out, keep: None)
 
-    def run(hears: list[Callable[[str], bool]], *overrides: str) -> list[Any]:
+    def run(
+        hears: list[Callable[[str], bool]],
+        *overrides: str,
+        prepare: Mapping[int, Callable[[Looped], None]] | None = None,
+    ) -> list[Any]:
         """Each rank's events and result, or what it raised."""
         together, found = Together(len(hears)), [None] * len(hears)
         ranks = [Looped(tmp_path, rank, together.of(rank), heard, *overrides) for rank, heard in enumerate(hears)]
         by_trainer.update({id(one.run._trainer): one for one in ranks})
+        for rank, change in (prepare or {}).items():
+            change(ranks[rank])
 
         def go(rank: int) -> None:
             try:
@@ -291,6 +297,23 @@ def test_what_ends_a_rollout_ends_it_for_all_ranks(loops: Any, monkeypatch: pyte
     assert str(first[1]) == "engine sglang-node-1: its worker processes [7] have ended"
     assert str(second[1]) == f"sender rank 0: {first[1]}"
     assert isinstance(second[1], ChannelError)
+
+
+def test_a_rank_whose_engine_failed_raises_its_own_error(loops: Any) -> None:
+    """Rank 0 was told in words, and all ranks raised these: none raised the error that another start would meet again,
+    and the job was queued again.
+    """
+    fault = KeyError("what the engine does fails")
+
+    def told(event: str) -> bool:
+        raise ChannelError(f"sender rank 1: KeyError: {fault}")
+
+    def failed(one: Looped) -> None:
+        one.run._rollout.attend = lambda *_: fault
+
+    first, second = loops([told, never], prepare={1: failed})
+    assert isinstance(first[1], ChannelError)
+    assert second[1] is fault
 
 
 def test_an_engine_that_does_not_end_keeps_nobody_from_saving(

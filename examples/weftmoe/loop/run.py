@@ -420,7 +420,8 @@ class _Run:
         what rank 0 asks of their engines.
 
         Raises:
-            WeftpubError: rank 0's, on all ranks.
+            WeftpubError: rank 0's, on all ranks; but a rank whose engine failed raises that error itself, which says
+                more than its words.
         """
 
         def collect() -> Collected | None:
@@ -431,6 +432,7 @@ class _Run:
 
         told: Collected | CutShort | dict[str, Any] | None = None
         error: BaseException | None = None
+        own: BaseException | None = None
         if self._ranks.first:
             try:
                 told = run_until(collect, lambda elapsed: self._pace.enough(self._notice, elapsed))
@@ -438,12 +440,12 @@ class _Run:
                 told, error = as_data(raised), raised
             self._rollout.dismiss()
         else:
-            self._rollout.attend(longest_wait(self._settings).total_seconds())
+            own = self._rollout.attend(longest_wait(self._settings).total_seconds())
         told = self._ranks.broadcast(told)
         if error is not None:
             raise error
         if isinstance(told, dict):
-            raise as_error(0, told)
+            raise as_error(0, told) if own is None else own
         return told
 
     def _save_step_before(self, step: int) -> None:

@@ -127,11 +127,14 @@ class Rollout(Protocol):
         """Complete all requests, in their order; other nodes do their shares while they `attend`."""
         ...
 
-    def attend(self, seconds: float) -> None:
+    def attend(self, seconds: float) -> BaseException | None:
         """Answer what rank 0 asks of this node's engine, until it dismisses this rank. On all ranks but 0.
 
         Args:
             seconds: that it may take.
+
+        Returns:
+            what this node's engine raised, which rank 0 raises as an error of this rank.
         """
         ...
 

@@ -161,22 +161,26 @@ class Fleet:
             found += self._answer_of(mail, node, number, until)
         return found
 
-    def attend(self, answer: Answer, seconds: float) -> None:
+    def attend(self, answer: Answer, seconds: float) -> BaseException | None:
         """On the first ranks of the other nodes: answer rank 0 until it dismisses this one. Nothing elsewhere.
+
+        Returns:
+            what `answer` raised, which rank 0 was told in words.
 
         Raises:
             DeadlineError: it has not after so many seconds. ChannelError: its host has gone.
         """
         place = self.place
         if place.nodes == 1 or place.node == 0 or not place.leads:
-            return
+            return None
         try:
-            self._attend(answer, time.monotonic() + seconds)
+            return self._attend(answer, time.monotonic() + seconds)
         except RuntimeError as error:  # torch's store errors
             raise ChannelError(f"rank 0: the store through which it asks for completions failed: {error}") from error
 
-    def _attend(self, answer: Answer, until: float) -> None:
+    def _attend(self, answer: Answer, until: float) -> BaseException | None:
         place, mail, running = self.place, StoreMail.of_group(), None
+        fault: BaseException | None = None
         beat = _Beat(self._key(f"beat/{place.node}"))
         while True:
             if time.monotonic() >= until:
@@ -190,12 +194,12 @@ class Fleet:
                 self._asked += 1
                 message = mail.take(key)
                 if not message:
-                    return  # what it still does is waited for by nobody
+                    return fault  # what it still does is waited for by nobody
                 running = self._asked, _begin(answer, _read_requests(message))
             if running is not None and running[1].done():
                 number, future = running
                 mail.post(self._key(f"answer/{number}/{place.node}"), _outcome(future))
-                running = None
+                running, fault = None, future.exception()
             time.sleep(_LOOK_S)
 
     def dismiss(self) -> None:

@@ -143,8 +143,8 @@ class SglangRollout:
     def generate(self, requests: Sequence[Request]) -> list[Sample]:
         return self._fleet.generate(requests, self._answer, self._settings.rollout.generate_timeout)
 
-    def attend(self, seconds: float) -> None:
-        self._fleet.attend(self._answer, seconds)
+    def attend(self, seconds: float) -> BaseException | None:
+        return self._fleet.attend(self._answer, seconds)
 
     def dismiss(self) -> None:
         self._fleet.dismiss()

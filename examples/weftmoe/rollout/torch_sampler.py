@@ -173,8 +173,8 @@ class TorchRollout:
     def generate(self, requests: Sequence[Request]) -> list[Sample]:
         return self._fleet.generate(requests, self._answer, self._settings.generate_s)
 
-    def attend(self, seconds: float) -> None:
-        self._fleet.attend(self._answer, seconds)
+    def attend(self, seconds: float) -> BaseException | None:
+        return self._fleet.attend(self._answer, seconds)
 
     def dismiss(self) -> None:
         self._fleet.dismiss()
