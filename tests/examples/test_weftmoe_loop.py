@@ -814,6 +814,22 @@ def test_ranks_exchange_plain_data_without_a_communicator_on_the_gpu(monkeypatch
     assert made == ["cpu:gloo,cuda:nccl", "gloo"]
 
 
+def test_ranks_agree_about_what_they_publish_without_a_communicator_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first publish of a baseline made one that nothing else needs, for a single number."""
+    from weftpub_adapters.megatron.attached import together as module
+
+    asked: list[str] = []
+    trainer: Any = object.__new__(MegatronGrpo)
+    trainer.device, trainer._mapping = torch.device("cuda"), SimpleNamespace(release=lambda: None)
+    trainer.attachment = SimpleNamespace(store=None, attached=False)
+    trainer._sources = lambda checksums: "made"
+    monkeypatch.setattr(module, "several_ranks", lambda: True)
+    monkeypatch.setattr(module, "_exchange", lambda failed, device: asked.append(device.type) or [])
+    with trainer.sources() as sources:
+        assert sources == "made"
+    assert asked == ["cpu"]
+
+
 def test_a_publish_hands_the_memory_over_in_order() -> None:
     """Weights of the engine came back while the trainer's gradients and slots were still there, and its cache while the
     trainer's weights were: either side ran out of memory, by who was quicker.

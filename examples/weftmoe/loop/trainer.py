@@ -231,8 +231,10 @@ class MegatronGrpo:
 
         store = self.attachment.store
         with contextlib.ExitStack() as stack:
-            # A rank that raised here alone would leave the others in the publish until its deadline.
-            with together("making what is published", self.device, "Nothing was published.", told=StateError):
+            # A rank that raised here alone would leave the others in the publish until its deadline. Several ranks have
+            # gloo, too (`join_world`): NCCL would make a communicator for it while the engine takes its memory.
+            host = torch.device("cpu")
+            with together("making what is published", host, "Nothing was published.", told=StateError):
                 if self._mapping is None:  # the places stay; only memory comes and goes
                     self._mapping = SourceMapping(self.model, store, self.hf_config)
                 if self.attachment.attached:
