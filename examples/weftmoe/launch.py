@@ -20,7 +20,7 @@ from weftmoe.data.prompts import MADE, names_a_path
 from weftmoe.env import ROLES, changed, role_environment
 from weftmoe.loop.stop import NOTICE
 from weftmoe.reward.math import load_verifier
-from weftmoe.rundir import changes_of_this_start, claim, settings_path
+from weftmoe.rundir import claim, settings_path, unsaid_changes
 from weftmoe.schema import Settings
 from weftpub.errors import ConfigError, WeftpubError
 
@@ -86,7 +86,7 @@ def launch(
     if not settings.smoke.enabled:
         _check_host(settings, ignore=ignore_plan)
     claim(settings, node_rank)
-    for words in changes_of_this_start(settings.out) if node_rank == 0 else ():
+    for words in unsaid_changes(settings.out) if node_rank == 0 else ():
         print(f"weftmoe: resumed with another setting, {words}", flush=True)
     _become(command, environment)
 

@@ -6,7 +6,7 @@ stopped.json     the run was told to end, and did: where it goes on when it is s
 codes            exit codes of a Slurm job's nodes
 starts           Slurm's starts since the newest checkpoint, and its name: `slurm.sbatch` writes and reads it
 going            this start has come to its steps: if a rank or an engine is lost now, another start is worth its while
-changed.json     settings that this start has otherwise than the one before, which the run's log repeats
+changed.json     settings that were changed since the log's last start, which the next one's header repeats
 before-1, ...    what runs wrote that were given up: a start with `checkpoint.resume` false sets it aside
 """
 
@@ -27,13 +27,14 @@ __all__ = [
     "EXIT_AGAIN",
     "EXIT_LOST",
     "apart",
-    "changes_of_this_start",
     "claim",
     "differences",
+    "forget_changes",
     "going_path",
     "note_stop",
     "settings_path",
     "stopped_path",
+    "unsaid_changes",
 ]
 
 EXIT_AGAIN = 75  # of a run that stopped because it was told to, and goes on where it is started again
@@ -115,10 +116,17 @@ def going_path(out: Path) -> Path:
     return out / "going"
 
 
-def changes_of_this_start(out: Path) -> tuple[str, ...]:
-    """Settings that this start has otherwise than the one before, as `key: old -> new`."""
+def unsaid_changes(out: Path) -> tuple[str, ...]:
+    """Settings that were changed since the start that the log has last, as `key: old -> new`: also those of starts that
+    ended before they had a log.
+    """
     path = _changed_path(out)
     return tuple(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else ()
+
+
+def forget_changes(out: Path) -> None:
+    """The log has them."""
+    _changed_path(out).unlink(missing_ok=True)
 
 
 def note_stop(out: Path, step: int) -> None:
@@ -145,6 +153,8 @@ def claim(settings: Settings, node_rank: int = 0) -> int | None:
         raise ConfigError(f"out={settings.out} cannot be made: {error.strerror}; choose another --out") from None
     path = settings_path(settings.out, node_rank)
     if node_rank != 0:
+        # An earlier start's; this one makes its own when all nodes have met. Node 0 may fail before it removes it.
+        going_path(settings.out).unlink(missing_ok=True)
         _write_settings(settings, path)
         return None
     lock = _lock(settings.out / "run.lock")
@@ -153,7 +163,7 @@ def claim(settings: Settings, node_rank: int = 0) -> int | None:
         _remove_unfinished(settings.out / "checkpoints")
         if not settings.checkpoint.resume:
             _set_aside(settings.out)
-        for note in (stopped_path(settings.out), going_path(settings.out), _changed_path(settings.out)):
+        for note in (stopped_path(settings.out), going_path(settings.out)):
             note.unlink(missing_ok=True)
         _write_settings(settings, path, changed)
     except BaseException:
@@ -190,7 +200,8 @@ def _changed_path(out: Path) -> Path:
 def _write_settings(settings: Settings, path: Path, changed: Sequence[str] = ()) -> None:
     try:
         if changed:
-            _changed_path(settings.out).write_text(json.dumps(changed) + "\n", encoding="utf-8")
+            words = [*unsaid_changes(settings.out), *changed]
+            _changed_path(settings.out).write_text(json.dumps(words) + "\n", encoding="utf-8")
         composed.write(settings, path)
     except OSError as error:
         free = free_bytes_at(path)

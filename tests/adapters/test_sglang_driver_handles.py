@@ -269,6 +269,9 @@ def test_settings_count_only_from_a_file_of_ones_own(tmp_path: Path) -> None:
     path.chmod(0o666)
     with pytest.raises(ChannelError, match="that nobody else writes"):
         ReceiverSettings.read(tmp_path / "s")
+    path.chmod(0o640)
+    with pytest.raises(ChannelError, match="holds a secret key and has mode 640"):
+        ReceiverSettings.read(tmp_path / "s")
     path.chmod(0o600)
     path.write_text('{"run_id": "run", "engine": "sglang", "command": "rm"}')
     with pytest.raises(ChannelError, match="not receiver settings"):

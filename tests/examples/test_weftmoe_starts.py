@@ -26,7 +26,7 @@ from weftmoe import settings as composed
 from weftmoe import train, worker
 from weftmoe.endings import lost
 from weftmoe.launch import command, resolve
-from weftmoe.rundir import EXIT_LOST, apart, changes_of_this_start, claim, differences, going_path
+from weftmoe.rundir import EXIT_LOST, apart, claim, differences, forget_changes, going_path, unsaid_changes
 from weftmoe.schema import Settings
 from weftpub.errors import (
     ChannelError,
@@ -279,12 +279,21 @@ def test_what_the_readme_names_as_a_remedy_may_change() -> None:
 def test_how_a_run_goes_may_change_and_is_said(tmp_path: Path, override: str) -> None:
     checkpoint(tmp_path, 10)
     resumed(tmp_path)
-    assert changes_of_this_start(tmp_path) == ()
+    assert unsaid_changes(tmp_path) == ()
+    for _ in range(2):  # the first of them ends before it has a log
+        resumed(tmp_path, override, "steps=99")
+        (words,) = unsaid_changes(tmp_path)
+        assert words.startswith(f"{override.partition('=')[0]}: ")
+    forget_changes(tmp_path)
     resumed(tmp_path, override, "steps=99")
-    (words,) = changes_of_this_start(tmp_path)
-    assert words.startswith(f"{override.partition('=')[0]}: ")
-    resumed(tmp_path, override, "steps=99")
-    assert changes_of_this_start(tmp_path) == (), "the start before had it too"
+    assert unsaid_changes(tmp_path) == (), "the start before had it too"
+
+
+def test_no_node_leaves_the_word_of_an_earlier_start(tmp_path: Path) -> None:
+    """Node 0 failed before it had removed it, and a node that lost it said that another start would cure that."""
+    going_path(tmp_path).touch()
+    claim(composed.load("fp8", smoke="cpu", nodes=2, overrides=[f"out={tmp_path}"]), node_rank=1)
+    assert not going_path(tmp_path).exists()
 
 
 @pytest.mark.parametrize(

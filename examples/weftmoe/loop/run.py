@@ -41,7 +41,7 @@ from weftmoe.loop.stop import CutShort, Pace, StopNotice, run_until
 from weftmoe.loop.trainer import MegatronGrpo, describe_settings
 from weftmoe.reward import Rewarder
 from weftmoe.rollout import Published, Rollout
-from weftmoe.rundir import apart, changes_of_this_start, going_path, note_stop
+from weftmoe.rundir import apart, forget_changes, going_path, note_stop, unsaid_changes
 from weftmoe.schema import Settings
 from weftmoe.telemetry import (
     Counters,
@@ -355,6 +355,7 @@ class _Run:
             self._progress.note(missing)
         if self._log is not None:
             self._log.write(header)
+        forget_changes(settings.out)
 
     # A step.
 
@@ -561,7 +562,7 @@ def _dispatcher_notes(settings: Settings) -> tuple[str, ...]:
 
 
 def _change_notes(settings: Settings) -> tuple[str, ...]:
-    return tuple(f"resumed with another setting, {words}" for words in changes_of_this_start(settings.out))
+    return tuple(f"resumed with another setting, {words}" for words in unsaid_changes(settings.out))
 
 
 def _rank_of_launch() -> int:

@@ -115,6 +115,12 @@ class ReceiverSettings(BaseModel):
                 f"user {os.getuid()} that nobody else writes; run driver and engine as one user"
             )
         try:
-            return cls.model_validate_json(text)
+            settings = cls.model_validate_json(text)
         except ValidationError as error:
             raise ChannelError(f"{path}: not receiver settings ({error.error_count()} faults)") from None
+        if settings.tcp is not None and stat.S_IMODE(facts.st_mode) & 0o077:
+            raise ChannelError(
+                f"{path}: holds a secret key and has mode {stat.S_IMODE(facts.st_mode):o}, expected 600; start the "
+                "receivers anew, with new keys"
+            )
+        return settings
