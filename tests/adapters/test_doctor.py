@@ -259,7 +259,10 @@ def test_cudnns_that_nobody_can_mix() -> None:
 def test_limits() -> None:
     locked = replace(GOOD.limits, memlock=1 << 26)
     assert levels(limits=locked) == {"locked memory": "warn"}
-    assert levels(Wanted(nodes=2), limits=locked) == {"locked memory": "fail"}
+    assert levels(Wanted(nodes=2), limits=locked, infiniband=True) == {"locked memory": "fail"}
+    assert levels(Wanted(nodes=1), limits=locked, infiniband=True) == {"locked memory": "warn"}
+    # Nodes without such devices were turned away, and a run on two of them without GPUs.
+    assert levels(Wanted(nodes=2), limits=locked) == {"locked memory": "warn"}
     assert levels(limits=replace(GOOD.limits, files=4096)) == {"open files": "warn"}
     assert levels(limits=replace(GOOD.limits, files=256)) == {"open files": "fail"}
     assert levels(limits=replace(GOOD.limits, shm=64 << 20)) == {"/dev/shm": "warn"}

@@ -85,6 +85,7 @@ class Facts:
         out: nearest existing folder of the output directory, its free bytes and whether it can be written.
         peers: pairs of GPU indices that cannot access each other.
         nvlinks: active NVLinks of GPU 0; None if unknown.
+        infiniband: whether NCCL would find an InfiniBand or RoCE device.
         ipc, shared_memory: why CUDA IPC of torch's memory, and one allocation for two processes, are impossible.
         cudnns: torch's own, then the one that the dynamic loader would find, if that is another.
         port: the port that was asked about, and whether it can be had.
@@ -103,6 +104,7 @@ class Facts:
     out: tuple[str, int, bool]
     peers: tuple[tuple[int, int], ...] = ()
     nvlinks: int | None = None
+    infiniband: bool = False
     ipc: str | None = None
     shared_memory: str | None = None
     cudnns: tuple[Cudnn, ...] = ()
@@ -144,6 +146,7 @@ def gather(out: Path, environment: Mapping[str, str], port: int | None = None) -
             if not torch.cuda.can_device_access_peer(a, b)
         ),
         nvlinks=_nvlinks() if len(gpus) > 1 else None,
+        infiniband=any(Path("/sys/class/infiniband").glob("*")),
         ipc=export_obstacle(torch.empty(1 << 20, dtype=torch.uint8, device="cuda")) if gpus else None,
         shared_memory=sharing_obstacle("cuda") if gpus else None,
         cudnns=find_cudnns() if gpus else (),

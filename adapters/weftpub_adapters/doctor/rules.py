@@ -260,7 +260,7 @@ def _limits(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
         yield Finding("locked memory", "ok", "unlimited", "unlimited")
     else:
         remedy = "ulimit -l unlimited (docker: --ulimit memlock=-1): InfiniBand registers pinned memory against it"
-        level: Level = "fail" if wanted.nodes > 1 else "warn"
+        level: Level = "fail" if wanted.nodes > 1 and facts.infiniband else "warn"
         yield Finding("locked memory", level, f"{limits.memlock / GIB:.2f} GiB", "unlimited", remedy)
     enough = limits.files is None or limits.files >= 65536
     files = "unlimited" if limits.files is None else str(limits.files)
