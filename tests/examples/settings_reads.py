@@ -88,13 +88,12 @@ class _Module:
         return inner
 
     def _assigned(self, target: ast.expr, value: ast.expr, known: Kinds, of_self: Kinds) -> Kinds:
-        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
-            found: Kinds = {}
-            for one, other in zip(target.elts, value.elts, strict=True):
-                found |= self._assigned(one, other, known, of_self)
-            return found
-        kind = self._kind(value, known, of_self)
-        return {target.id: kind} if isinstance(target, ast.Name) and kind is not None else {}
+        found: Kinds = {}
+        for one, other in _pairs(target, value):
+            kind = self._kind(other, known, of_self)
+            if isinstance(one, ast.Name) and kind is not None:
+                found[one.id] = kind
+        return found
 
     def _attributes(self, body: ast.ClassDef, known: Kinds) -> Kinds:
         found: Kinds = {}
@@ -112,13 +111,12 @@ class _Module:
         return found
 
     def _self_assigned(self, target: ast.expr, value: ast.expr, known: Kinds, of_self: Kinds) -> Kinds:
-        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
-            found: Kinds = {}
-            for one, other in zip(target.elts, value.elts, strict=True):
-                found |= self._self_assigned(one, other, known, of_self)
-            return found
-        kind = self._kind(value, known, of_self)
-        return {target.attr: kind} if _is_of_self(target) and kind is not None else {}
+        found: Kinds = {}
+        for one, other in _pairs(target, value):
+            kind = self._kind(other, known, of_self)
+            if _is_of_self(one) and kind is not None:
+                found[one.attr] = kind
+        return found
 
     def _kind(self, node: ast.expr, known: Kinds, of_self: Kinds) -> str | None:
         """Class of the block that an expression is."""
@@ -139,6 +137,15 @@ class _Module:
             owner = self._kind(node.value, known, of_self)
             if owner is not None:
                 self.found.add((owner, node.attr))
+
+
+def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """What an assignment assigns to what, a tuple's parts one by one."""
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+        for one, other in zip(target.elts, value.elts, strict=True):
+            yield from _pairs(one, other)
+    else:
+        yield target, value
 
 
 def _is_of_self(node: ast.expr) -> bool:

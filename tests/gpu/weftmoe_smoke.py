@@ -635,15 +635,7 @@ def section_two_gpus(room: Room, report: Report) -> None:
         for name, layout in named.items()
     ]
     for ended in room.run_all(runs):
-        row = report.row("two-gpus", ended)
-        if row is None:
-            continue
-        name = f"two-gpus/{ended.run.name}"
-        _check_versions(report, name, row)
-        apart = row.difference_last
-        report.check(f"{name}: trainer and engine agree", apart is not None and apart < 0.02, f"{apart} nats a token")
-        if row.variant == "baseline" and not options.tiny:  # whose rewards are all equal, and move no weight
-            _check_control(report, name, room.work / "runs" / ended.run.name)
+        _check_layout(room, report, "two-gpus", ended, "trainer and engine")
 
 
 def section_two_nodes(room: Room, report: Report) -> None:
@@ -663,17 +655,10 @@ def section_two_nodes(room: Room, report: Report) -> None:
         runs += [named("two-nodes-unbroken", "fp8", *rarely, deterministic=True), told]
     found = room.run_all(runs)
     for ended in found:
-        row = report.row("two-nodes", ended)
-        if row is None:
-            continue
-        name = f"two-nodes/{ended.run.name}"
-        _check_versions(report, name, row)
-        apart = row.difference_last
-        report.check(f"{name}: trainer and engines agree", apart is not None and apart < 0.02, f"{apart} nats a token")
-        header = ended.log.headers[0].rollout if ended.log is not None and ended.log.headers else ""
-        report.check(f"{name}: an engine on each node", header.startswith("2 nodes: "), header)
-        if row.variant == "baseline" and not options.tiny:
-            _check_control(report, name, room.work / "runs" / ended.run.name)
+        if _check_layout(room, report, "two-nodes", ended, "trainer and engines"):
+            header = ended.log.headers[0].rollout if ended.log is not None and ended.log.headers else ""
+            name = f"two-nodes/{ended.run.name}"
+            report.check(f"{name}: an engine on each node", header.startswith("2 nodes: "), header)
     if again:
         unbroken, ended = found[-2:]
         left = max((s.step for s in ended.log.steps), default=0) if ended.log is not None else 0
@@ -681,6 +666,21 @@ def section_two_nodes(room: Room, report: Report) -> None:
         report.row("two-nodes", later)
         detail = f"told after step 1, ended after {left}"
         _check_same_bytes(report, "two-nodes: the same bytes after it was told", unbroken, later, steps, detail)
+
+
+def _check_layout(room: Room, report: Report, section: str, ended: Ended, whom: str) -> bool:
+    """Versions, bytes, and that the log-probs agree; of a baseline also that stale weights would show. False for a run
+    without steps.
+    """
+    row = report.row(section, ended)
+    if row is None:
+        return False
+    name, apart = f"{section}/{ended.run.name}", row.difference_last
+    _check_versions(report, name, row)
+    report.check(f"{name}: {whom} agree", apart is not None and apart < 0.02, f"{apart} nats a token")
+    if row.variant == "baseline" and not room.options.tiny:  # whose rewards are all equal, and move no weight
+        _check_control(report, name, room.work / "runs" / ended.run.name)
+    return True
 
 
 def _script(settings: Settings, nodes: int) -> tuple[str, ...]:

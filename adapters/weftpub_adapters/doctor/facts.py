@@ -12,7 +12,6 @@ import subprocess
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -21,6 +20,7 @@ from weftpub.errors import WeftpubError
 from weftpub.memory import sharing_obstacle
 from weftpub.transport.cuda_ipc import export_obstacle
 from weftpub_adapters.doctor.cudnn import Cudnn, find_cudnns
+from weftpub_adapters.versions import installed
 
 __all__ = ["Facts", "Gpu", "Limits", "Smi", "gather", "host_memory", "read_smi"]
 
@@ -129,7 +129,7 @@ def gather(out: Path, environment: Mapping[str, str], port: int | None = None) -
         gpus=gpus,
         smi=read_smi(_run("nvidia-smi", f"--query-gpu={_SMI_FIELDS}", "--format=csv,noheader,nounits")),
         adapters=_adapters(),
-        packages={name: _version(name) for name in PACKAGES},
+        packages={name: installed(name) for name in PACKAGES},
         limits=Limits(
             _limit(resource.RLIMIT_MEMLOCK),
             _limit(resource.RLIMIT_NOFILE),
@@ -188,13 +188,6 @@ def _adapters() -> dict[str, tuple[bool, str]]:
         except WeftpubError as error:
             results[name] = (False, str(error))
     return results
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _run(*command: str) -> str | None:

@@ -10,6 +10,7 @@ from typing import Literal
 from weftpub_adapters.doctor.environment import environment_findings
 from weftpub_adapters.doctor.facts import Facts, Gpu
 from weftpub_adapters.doctor.findings import Finding, Level
+from weftpub_adapters.versions import release
 
 __all__ = ["Wanted", "judge"]
 
@@ -76,9 +77,8 @@ def _python(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
 
 
 def _torch(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
-    release = facts.torch.split("+")[0]
-    numbers = tuple(int(part) for part in release.split(".")[:2] if part.isdigit())
-    level: Level = "ok" if release == _TESTED_TORCH else "warn" if numbers >= (2, 11) else "fail"
+    tested = facts.torch.split("+")[0] == _TESTED_TORCH
+    level: Level = "ok" if tested else "warn" if release(facts.torch) >= (2, 11) else "fail"
     remedy = "" if level == "ok" else f"install torch=={_TESTED_TORCH}; other releases were not tested"
     yield Finding("torch", level, facts.torch, _TESTED_TORCH, remedy)
     if facts.gpus or facts.smi:

@@ -4,11 +4,11 @@ With `deterministic_mode` it keeps that package's norm and computes the rule in 
 """
 
 import importlib.util
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
 from weftpub.errors import ConfigError
+from weftpub_adapters.versions import installed, release
 
 __all__ = ["require_delta_net_kernels", "wrong_gradient"]
 
@@ -26,8 +26,7 @@ def wrong_gradient(capability: tuple[int, int], triton: str | None, tilelang: st
     """
     if capability[0] != _HOPPER or triton is None or tilelang is not None:
         return None
-    numbers = tuple(int(part) for part in triton.split("+")[0].split(".")[:3] if part.isdigit())
-    if not _WRONG_FROM <= numbers < _RIGHT_AGAIN:
+    if not _WRONG_FROM <= release(triton) < _RIGHT_AGAIN:
         return None
     return (
         f"Triton {triton} computes wrong gradients of gated delta nets on Hopper, and flash-linear-attention refuses "
@@ -52,13 +51,6 @@ def require_delta_net_kernels(*, deterministic: bool) -> None:
         )
     if deterministic or not torch.cuda.is_available():
         return
-    found = wrong_gradient(torch.cuda.get_device_capability(), _version("triton"), _version("tilelang"))
+    found = wrong_gradient(torch.cuda.get_device_capability(), installed("triton"), installed("tilelang"))
     if found is not None:
         raise ConfigError(found)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from weftpub.errors import ConfigError
+from weftpub_adapters.versions import release
 
 __all__ = ["REFUSED_SETTINGS", "SUPPORTED_VERSIONS", "check_settings", "require_supported"]
 
@@ -38,8 +39,7 @@ def require_supported() -> str:
         found = version("megatron-core")
     except PackageNotFoundError:
         raise ConfigError(f"megatron-core is not installed; install megatron-core {SUPPORTED_VERSIONS}") from None
-    numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:3] if part.isdigit())
-    if not _OLDEST <= numbers < _BEYOND:
+    if not _OLDEST <= release(found) < _BEYOND:
         raise ConfigError(f"megatron-core {found} is not supported; this adapter works with {SUPPORTED_VERSIONS}")
     return found
 

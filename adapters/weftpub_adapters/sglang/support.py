@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
 
 from weftpub.errors import ConfigError
+from weftpub_adapters.versions import release
 
 __all__ = [
     "FIT_BACKENDS",
@@ -69,7 +70,7 @@ def require_version(found: str) -> None:
 
     0.5.10.post1, which AReaL pins, is refused like every other release before 0.5.21, with the reason.
     """
-    numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:3] if part.isdigit())
+    numbers = release(found)
     if _OLDEST <= numbers < _BEYOND:
         return
     reason = next((f": {text}" for since, text in _TOO_OLD.items() if since <= numbers < _OLDEST), "")

@@ -5,6 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from weftpub.errors import ConfigError
+from weftpub_adapters.versions import release
 
 __all__ = ["SUPPORTED_VERSIONS", "require_supported"]
 
@@ -26,8 +27,7 @@ def require_supported() -> str:
             f"TEGroupedMLP experts need transformer-engine {SUPPORTED_VERSIONS}; install it, or set "
             "moe_grouped_gemm=False"
         ) from None
-    numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:3] if part.isdigit())
-    if not _OLDEST <= numbers < _BEYOND:
+    if not _OLDEST <= release(found) < _BEYOND:
         raise ConfigError(f"transformer-engine {found} is not supported; this adapter works with {SUPPORTED_VERSIONS}")
     if not torch.cuda.is_available():
         raise ConfigError("TransformerEngine needs a CUDA GPU; set moe_grouped_gemm=False to train on a CPU")

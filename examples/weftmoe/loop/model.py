@@ -128,15 +128,12 @@ def build_model(settings: Settings, fields: Qwen3MoeFields, device: torch.device
     """Megatron's `Float16Module` around the GPTModel, BF16, memory not initialised.
 
     Raises:
-        ConfigError: a parallel size that this loop does not drive.
+        ConfigError: no kernels for a model's gated delta nets on this GPU.
     """
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    for name in ("pipeline", "context", "expert_tensor"):
-        if getattr(settings.train, name) != 1:
-            raise ConfigError(f"train.{name}={getattr(settings.train, name)} is not driven by this loop; set it to 1")
     if isinstance(fields, Qwen35MoeFields) and device.type == "cuda":
         require_delta_net_kernels(deterministic=settings.train.deterministic)
     config = TransformerConfig(**config_fields(settings, fields, device))

@@ -38,6 +38,11 @@ class Place:
         return self.rank // self.each
 
     @property
+    def words(self) -> str:
+        """Of a run on several nodes, what a description of its engines begins with."""
+        return "" if self.nodes == 1 else f"{self.nodes} nodes: "
+
+    @property
     def leads(self) -> bool:
         """Whether this is the first rank of its node, which has the node's engine."""
         return self.rank % self.each == 0

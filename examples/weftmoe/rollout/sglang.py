@@ -98,8 +98,7 @@ class SglangRollout:
     def description(self) -> str:
         form = "fp8" if self._settings.variant == "fp8" else "bf16"
         rollout = self._settings.rollout
-        nodes = "" if self._place.nodes == 1 else f"{self._place.nodes} nodes: "
-        return f"{nodes}SGLang, tp {rollout.tensor} dp {rollout.data} ep {rollout.expert}, {form} experts"
+        return f"{self._place.words}SGLang, tp {rollout.tensor} dp {rollout.data} ep {rollout.expert}, {form} experts"
 
     @property
     def notes(self) -> tuple[str, ...]:

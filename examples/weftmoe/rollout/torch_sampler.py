@@ -98,8 +98,7 @@ class TorchRollout:
 
     @property
     def description(self) -> str:
-        nodes = "" if self._place.nodes == 1 else f"{self._place.nodes} nodes: "
-        return f"{nodes}torch sampler over SGLang's real layers, {self._settings.format} experts"
+        return f"{self._place.words}torch sampler over SGLang's real layers, {self._settings.format} experts"
 
     @property
     def notes(self) -> tuple[str, ...]:
