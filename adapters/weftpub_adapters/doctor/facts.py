@@ -18,9 +18,9 @@ import torch
 
 from weftpub.errors import WeftpubError
 from weftpub.memory import sharing_obstacle
+from weftpub.packages import installed
 from weftpub.transport.cuda_ipc import export_obstacle
 from weftpub_adapters.doctor.cudnn import Cudnn, find_cudnns
-from weftpub_adapters.versions import installed
 
 __all__ = ["Facts", "Gpu", "Limits", "Smi", "gather", "host_memory", "read_smi"]
 

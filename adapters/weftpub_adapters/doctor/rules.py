@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from weftpub.packages import release
 from weftpub_adapters.doctor.environment import environment_findings
 from weftpub_adapters.doctor.facts import Facts, Gpu
 from weftpub_adapters.doctor.findings import Finding, Level
-from weftpub_adapters.versions import release
 
 __all__ = ["Wanted", "judge"]
 

@@ -8,7 +8,7 @@ import importlib.util
 import torch
 
 from weftpub.errors import ConfigError
-from weftpub_adapters.versions import installed, release
+from weftpub.packages import installed, release
 
 __all__ = ["require_delta_net_kernels", "wrong_gradient"]
 

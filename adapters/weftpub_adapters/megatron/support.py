@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from weftpub.errors import ConfigError
-from weftpub_adapters.versions import release
+from weftpub.packages import release
 
 __all__ = ["REFUSED_SETTINGS", "SUPPORTED_VERSIONS", "check_settings", "require_supported"]
 

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
 
 from weftpub.errors import ConfigError
-from weftpub_adapters.versions import release
+from weftpub.packages import release
 
 __all__ = [
     "FIT_BACKENDS",

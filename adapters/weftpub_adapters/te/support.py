@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from weftpub.errors import ConfigError
-from weftpub_adapters.versions import release
+from weftpub.packages import release
 
 __all__ = ["SUPPORTED_VERSIONS", "require_supported"]
 
